@@ -124,9 +124,7 @@ class TrainConfig:
 
     data_dir: str = setting("data", "token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "folder of the run: logs, checkpoints, final model")
-    init_from: str | None = setting(
-        None, "HF directory or Hub id (USER/NAME@REVISION) to start from"
-    )
+    init_from: str | None = setting(None, "HF directory or USER/NAME@REVISION to start from")
     resume_from: str | None = setting(
         None, "'latest' (a new run if there is none), checkpoint or Hub id to continue"
     )
@@ -150,6 +148,9 @@ class TrainConfig:
     router_aux_loss: float | None = setting(
         None, "weight of the experts' load balancing loss; default the model's"
     )
+    lora: int = setting(0, "rank of peft's adapter, trained alone; 0 for none")
+    lora_alpha: int = setting(8, "scale of the adapter, times its rank")
+    lora_dropout: float = setting(0.0, "of the adapter's input")
     dtype: str = setting("float32", "of the weights: float32, or bfloat16 to save memory")
     depth: int | None = setting(None, "N layers, N heads, and a width of 64 x N")
     n_head: int = setting(12, "attention heads")
@@ -178,7 +179,7 @@ class TrainConfig:
     sample_tokens: int = setting(100, "new tokens per sample")
 
     save_every: int = setting(1000, "updates between checkpoints; 0 for the last only")
-    keep_last: int = setting(2, "newest checkpoints to keep; one more while it trains")
+    keep_last: int = setting(2, "newest checkpoints to keep; one more in training")
     keep_every: int = setting(0, "also keep those of each N-th update; 0 for none")
     keep_best: bool = setting(False, "also keep that of the lowest validation loss, as best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
@@ -204,11 +205,11 @@ class TrainConfig:
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
             "eval_tokens sample_tokens keep_last depth",
-            not_negative="router_aux_loss learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
+            not_negative="lora router_aux_loss learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
             "sample_every save_every keep_every seed micro_batch_size patience profile",
-            above_zero="max_hours epochs",
+            above_zero="max_hours epochs lora_alpha",
             share="min_lr_ratio decay_share",
-            below_one="beta2 dropout",
+            below_one="beta2 dropout lora_dropout",
         )
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")

@@ -29,6 +29,7 @@ from gpt2_accel.evals.validation import Measure, validation_loss
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.convert import check_finite
 from gpt2_accel.hf.hub import MODEL_MANIFEST
+from gpt2_accel.hf.lora import merged
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import evaluating_optimizer
@@ -183,6 +184,9 @@ class Run:
                     )
             seen = before["sequences"] * before["sequence_length"]
             self.changes = changed_settings(config, saved["settings"], saved["step"], seen)
+            for name, change in self.changes.items():
+                if name.startswith("lora"):
+                    raise ValueError(f"{change}: resume an adapter with its original settings")
             evaluations = saved.get("guard", saved)  # release 0.4 and older
             self.state = RunState(
                 saved["step"],
@@ -418,7 +422,8 @@ class Run:
         if self.accelerator.is_main_process and metrics.exists():
             sync(metrics)  # a resumed run does not repeat this step
         with evaluating_optimizer(self.optimizer):
-            plain = full_model(self.accelerator, self.model, self.empty)
+            trained = bool(self.config.lora)
+            plain = full_model(self.accelerator, self.model, self.empty, trained)
             parts, state = self.collect()
             tensors = {name: gather_to_host(self.accelerator, own) for name, own in parts.items()}
         if plain is not None:
@@ -517,7 +522,7 @@ def wait_for_checkpoint(run: Run) -> bool:
 
 
 def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder and marks the run as finished.
+    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and marks the run as finished.
 
     Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
     """
@@ -529,6 +534,9 @@ def export_model(run: Run) -> None:
     training = describe_training(run)
     try:
         run.files.compared = False
+        if config.lora:
+            run.files.save(plain, run.run_dir / "adapter", training)
+            plain = merged(plain)
         run.files.save(plain, run.run_dir, training)
         write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
     except OSError as error:

@@ -53,6 +53,7 @@ from gpt2_accel.hf.convert import (
 )
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
+from gpt2_accel.hf.lora import add_lora, describe_lora, set_base_dtype
 from gpt2_accel.models import (
     LanguageModel,
     ModelConfig,
@@ -118,6 +119,8 @@ def setup(
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)
+        if config.lora:
+            accelerator.print(describe_lora(plain))
         packed = [m for _, m, _ in read_parts(config.data_dir) if m.get("packed", conversations)]
         if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
@@ -155,7 +158,11 @@ def setup(
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:
     """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
-    model.to(getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    if config.lora:
+        set_base_dtype(model, dtype)
+    else:
+        model.to(dtype)
     model.checkpoint_activations = config.checkpoint_activations
     if config.router_aux_loss is not None:
         if not getattr(model, "aux_coefficient", 0):
@@ -191,14 +198,19 @@ def is_dry_run(config: TrainConfig) -> bool:
 
 
 def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds the optimizer that the settings describe."""
-    return build_optimizer(
+    """Builds the optimizer that the settings describe, of the parameters that are trained."""
+    optimizer = build_optimizer(
         model,
         config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         betas=(0.9, config.beta2),
     )
+    for group in optimizer.param_groups if config.lora else []:
+        names = zip(group["param_names"], group["params"], strict=True)
+        group["param_names"] = [name for name, parameter in names if parameter.requires_grad]
+        group["params"] = [p for p in group["params"] if p.requires_grad]
+    return optimizer
 
 
 def own_callbacks(
@@ -268,6 +280,10 @@ def build_model(
     `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
+    if config.lora and (source is None or given is not None):
+        raise ValueError(
+            "--lora trains an adapter of a published or trained model: name it by --init_from"
+        )
     if given is not None and not isinstance(given, torch.nn.Module):
         given = given(config, tokenizer)
     wanted = config.architecture
@@ -280,7 +296,8 @@ def build_model(
     else:
         # `find_checkpoint` has checked a checkpoint to resume.
         directory = verified_directory(source, checkpoint is None, "use another checkpoint")
-        model = load_model(config, tokenizer, Path(local_directory(directory)), given)
+        merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
+        model = load_model(config, tokenizer, Path(local_directory(directory)), given, merge)
     n_positions = model.config.n_positions
     config.fit_positions(n_positions)
     length = config.tokens_per_row
@@ -297,6 +314,7 @@ def load_model(
     tokenizer: "PreTrainedTokenizerBase",
     source: Path,
     given: LanguageModel | None,
+    merge: bool,
 ) -> LanguageModel:
     """Loads the model of a directory, or its weights into the `given` model. If the data holds conversations, it gets rows for the tokens that the data's
     `tokenizer` has in addition.
@@ -308,13 +326,21 @@ def load_model(
         model = given
         load_weights(model, source)
     else:
-        attention = config.attn_implementation
-        model = from_pretrained(source, config.dropout, attention=attention)
+        lora = bool(config.lora)
+        model = from_pretrained(
+            source,
+            0.0 if lora and "dropout" not in config.given else config.dropout,
+            attention=config.attn_implementation,
+            reason="--lora" if lora else None,
+            merge=merge,
+        )
+    rows: Sequence[int] = ()
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         own = load_tokenizer(source)
         packed = read_manifest(config.data_dir).get("sequence_length")
         if given is None and packed and extends(tokenizer, own):
+            rows = range(len(own), len(tokenizer))
             model = with_rows(model, len(own), len(tokenizer))
         else:
             check_tokenizer(config.data_dir, own, source)
@@ -326,6 +352,9 @@ def load_model(
         )
     if given is not None:
         return model
+    if config.lora and not model.adapter:
+        local = Path(config.init_from).is_dir()
+        add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
     if config.init_from is not None:
         check_loaded(config, model.config)
     elif not config.ignore_changes:

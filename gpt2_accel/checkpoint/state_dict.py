@@ -28,15 +28,19 @@ def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
 
 
 def full_model(
-    accelerator: Accelerator, model: torch.nn.Module, empty: LanguageModel
+    accelerator: Accelerator, model: torch.nn.Module, empty: LanguageModel, trained: bool = False
 ) -> LanguageModel | None:
     """Copies the prepared model to host memory on the main process; returns None on the others. `empty` is its `skeleton`.
+    With `trained` only the parameters that are trained are copied, and the others have no memory.
 
     All ranks must call it if the model is sharded: the shards are gathered, one tensor at a time.
     """
     plain = unwrap(accelerator, model)
-    tensors = gather_to_host(accelerator, plain.state_dict())
-    return filled(empty, tensors) if accelerator.is_main_process else None
+    state = plain.state_dict(keep_vars=True)
+    if trained:
+        state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+    tensors = gather_to_host(accelerator, state)
+    return filled(empty, empty.state_dict() | tensors) if accelerator.is_main_process else None
 
 
 def gather_to_host(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gpt2_accel.hf.lora import write_adapter
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, sees_later_tokens
 from gpt2_accel.runtime.files import sentence
 
@@ -105,10 +106,13 @@ def write_any(
     ends: list[int],
     generation: "GenerationConfig",
 ) -> None:
-    """Writes what `save_pretrained` of the class writes; of a model on the meta device all but the weights.
+    """Writes what `save_pretrained` of the class writes, or its adapter; of a model on the meta device all but the weights.
 
     `ids` are the tokenizer's special tokens, which the model's config keeps its own of, and `ends` the tokens that end a text,
     which generation must end with. `generation` is for a model without a generation config of its own."""
+    if model.adapter:
+        write_adapter(model, folder)
+        return
     inner = model.inner
     if inner.generation_config._from_model_config:
         inner.generation_config = generation
@@ -126,3 +130,15 @@ def write_any(
         return
     inner.config.save_pretrained(folder)
     inner.generation_config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
+    """Returns what `chat_template.with_rows` does, of a class of `transformers`."""
+    inner, size = model.inner, max(model.config.vocab_size, tokens)
+    if size > model.config.vocab_size:
+        inner.resize_token_embeddings(size, mean_resizing=False)
+    weights = {inner.get_input_embeddings().weight, inner.get_output_embeddings().weight}
+    for weight in weights:  # one, if they are tied
+        weight[known:tokens] = weight[:known].mean(dim=0)
+    return AnyModel(model.config.changed(vocab_size=size), inner)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gpt2_accel.hf.any_model import with_rows_of_class
 from gpt2_accel.hf.convert import build, conversion, model_tokenizer, padded
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.any_model import AnyModel
@@ -110,15 +111,3 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     for tensor in grown.values():
         tensor[known:tokens] = tensor[:known].mean(dim=0)
     return build(config, state | grown)
-
-
-@torch.no_grad()
-def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
-    """Returns what `with_rows` does, of a class of `transformers`."""
-    inner, size = model.inner, max(model.config.vocab_size, tokens)
-    if size > model.config.vocab_size:
-        inner.resize_token_embeddings(size, mean_resizing=False)
-    weights = {inner.get_input_embeddings().weight, inner.get_output_embeddings().weight}
-    for weight in weights:  # one, if they are tied
-        weight[known:tokens] = weight[:known].mean(dim=0)
-    return AnyModel(model.config.changed(vocab_size=size), inner)

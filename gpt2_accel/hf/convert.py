@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.hf import Conversion, DifferentModel, hub
-from gpt2_accel.hf.any_model import any_config, open_any, write_any
+from gpt2_accel.hf.any_model import any_config, open_any, with_rows_of_class, write_any
+from gpt2_accel.hf.lora import base_of, load_lora, merged, opening_lines
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     DTYPES,
     WEIGHTS,
+    is_adapter,
     read_tensors,
     weight_files,
     write_safetensors,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 HEAD = "lm_head.weight"
+LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
 
 
@@ -197,6 +200,7 @@ def save_pretrained(
             training,
             CUSTOM if custom else config.architecture,
             chat=chat,
+            adapter=opening_lines(model) if getattr(model, "adapter", None) else "",
             custom=custom and f"{custom}. Its class is `{class_name(type(model))}`",
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -260,13 +264,17 @@ def from_pretrained(
     dropout: float = 0.0,
     model_class: str | None = None,
     attention: str | None = None,
+    *,
+    reason: str | None = None,
+    merge: bool = True,
 ) -> LanguageModel:
     """Loads a causal language model, in fp32 on CPU, in training mode: the module in `models/` if it computes the same, else
     the class of `transformers`.
 
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
     value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`. `attention`, an
-    `attn_implementation`, takes the class of `transformers`.
+    `attn_implementation`, takes the class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is
+    opened with its base model, and merged with it unless `merge` is False.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if `transformers` has no such model of
     text, or if it is damaged; the message names the file or tensor. Files are never run as code.
@@ -277,7 +285,14 @@ def from_pretrained(
         model = kind(kind.config_class(**read_custom(directory, kind)))
         load_weights(model, directory)
         return model
-    config, files = read_config(directory, dropout, attention), weight_files(directory)
+    if is_adapter(directory):
+        model = from_pretrained(base_of(directory), attention=attention, reason=LORA)
+        rows = len(load_tokenizer(directory))
+        model = with_rows_of_class(model, model.config.vocab_size, rows)
+        load_lora(model, directory)
+        return merged(model) if merge else model
+    config = read_config(directory, dropout, attention, reason)
+    files = weight_files(directory)
     if isinstance(config, AnyConfig):
         return open_any(directory, config)
     return build(config, from_hf(read_tensors(files), config, str(directory)))
@@ -366,15 +381,22 @@ def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     return load_tokenizer(directory)
 
 
-def read_config(directory: Path, dropout: float = 0.0, attention: str | None = None) -> ModelConfig:
+def read_config(
+    directory: Path,
+    dropout: float = 0.0,
+    attention: str | None = None,
+    reason: str | None = None,
+) -> ModelConfig:
     """Reads the shape in a directory's `config.json`: that of a module in `models/` if it computes the same, else an `AnyConfig`.
-    `attention` as in `from_pretrained`. Raises `ValueError` for what cannot be trained, see `any_config`."""
+    `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model. Raises `ValueError` for what cannot be trained, see `any_config`."""
+    if is_adapter(directory):
+        return read_config(local_directory(base_of(directory)), attention=attention, reason=LORA)
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
-        note = attention and f"--attn_implementation {attention}"
+        note = reason or (attention and f"--attn_implementation {attention}")
         if not note:
             found = _own_config(values, dropout)
             if isinstance(found, ModelConfig):

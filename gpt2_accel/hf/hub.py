@@ -24,7 +24,7 @@ PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are downloaded and uploaded.
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
-    "adapter_config.json",
+    *("adapter_config.json", "adapter_model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
 )
@@ -33,7 +33,7 @@ MODEL_FILES = (
 MODEL_MANIFEST = "model.manifest.json"
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = {
-    "model": ["model*.safetensors*", f"{LAST_CHECKPOINT}/*"],
+    "model": ["model*.safetensors*", "adapter_*", f"{LAST_CHECKPOINT}/*"],
     "dataset": ["*.bin", "*.bin.sums"],
 }
 # Seconds between the attempts of an upload; the client repeats some requests itself.

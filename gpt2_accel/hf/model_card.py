@@ -25,6 +25,16 @@ TEMPLATE = """\
 ```sh
 gpt2-accel sample --model {{ name }} --model_class FILE.py:CLASS
 ```
+{% elif adapter %}
+An adapter of peft; these lines open it on its base model:
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+name = {{ name | tojson }}
+{{ adapter }}
+```
 {% else %}
 ```python
 from transformers import pipeline
@@ -92,11 +102,12 @@ def model_card(
     *,
     chat: bool = False,
     custom: str = "",
+    adapter: str = "",
 ) -> str:
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that of its
-    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot open it. Absolute paths in the training data and the settings are shortened
+    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute paths in the training data and the settings are shortened
     to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -105,7 +116,7 @@ def model_card(
     base = str(settings.get("init_from") or "")
     on_the_hub = base and not (Path(base).is_absolute() or Path(base).exists())
     metadata = ModelCardData(
-        library_name="transformers",
+        library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
         base_model=base.partition("@")[0] if on_the_hub else None,
@@ -118,6 +129,7 @@ def model_card(
         description=description,
         chat=chat,
         custom=custom,
+        adapter=adapter,
         training=training,
         data=without_folders(training.data) if training else None,
         settings=without_folders(yaml.safe_dump(dict(settings), sort_keys=False)),

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_config.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -20,14 +21,21 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file(own, path, {"format": "pt"})
 
 
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter of peft, without its base model."""
+    return (directory / ADAPTER).is_file() and not (directory / "config.json").is_file()
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Returns the weight files of a model directory that `transformers` takes: one file of
-    safetensors, or without it the shards that an index lists.
+    safetensors, or without it the shards that an index lists; of an adapter's directory its own.
 
     Raises `FileNotFoundError` if one of them is missing, `ValueError` for a damaged index and for
-    an adapter, which `transformers` would add to the weights.
+    an adapter beside a model, which `transformers` would add to the weights.
     """
-    if (directory / "adapter_config.json").is_file():
+    if is_adapter(directory):
+        return [directory / "adapter_model.safetensors"]
+    if (directory / ADAPTER).is_file():
         raise ValueError(
             f"{directory} holds an adapter of peft: merge it into its model, with "
             "merge_and_unload, and save the result"

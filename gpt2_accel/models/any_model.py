@@ -265,6 +265,8 @@ class AnyModel(LanguageModel):
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.aux_coefficient = float(getattr(inner.config, "router_aux_loss_coef", None) or 0)
         self._checkpoints = False
+        # peft's model around `inner`, see `hf/lora.py`. In a tuple it is not a submodule.
+        self.adapter: tuple[Any, ...] = ()
         self.chunked = config.has_plain_head
         if self.chunked:
             inner.get_output_embeddings().__class__ = Head
@@ -298,7 +300,12 @@ class AnyModel(LanguageModel):
 
     def tie_weights(self) -> None:
         """Ties the head to the token embedding, if the class does."""
-        self.inner.tie_weights()
+        if not self.adapter:
+            self.inner.tie_weights()
+        elif self.inner.config.tie_word_embeddings:  # peft may have replaced both modules
+            ends = self.inner.get_input_embeddings(), self.inner.get_output_embeddings()
+            embedding, head = (getattr(end, "original_module", end) for end in ends)
+            head.weight = embedding.weight
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -330,7 +337,8 @@ class AnyModel(LanguageModel):
         elif cache is None:
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many
         balanced = bool(self.aux_coefficient) and self.training and targets is not None
-        chunked = self.chunked and targets is not None
+        head = self.inner.get_output_embeddings()
+        chunked = self.chunked and type(head) is Head and targets is not None
         options: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": attention_mask,
@@ -340,7 +348,6 @@ class AnyModel(LanguageModel):
             "output_router_logits": True if balanced else None,
         }
         options = {k: v for k, v in options.items() if v is not None and k in self.accepts}
-        head = self.inner.get_output_embeddings()
         if self.chunked:
             head.skipped = chunked
         found = self.inner(input_ids, **options)

@@ -1,0 +1,114 @@
+"""Low-rank adaptation (LoRA; Hu et al., 2021, arXiv:2106.09685) by `peft`, on a class of `transformers`.
+
+An adapter's directory is that of `peft`: `adapter_config.json`, which names the base model, and
+`adapter_model.safetensors`. The base model does not change.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt2_accel.hf.safetensors_files import ADAPTER
+from gpt2_accel.models import skeleton
+from gpt2_accel.models.any_model import AnyModel
+from gpt2_accel.runtime.files import parse_json
+
+if TYPE_CHECKING:
+    from gpt2_accel.config import TrainConfig
+
+# The begin of the names of experts' parameters without an adapter.
+ROUTERS = ("gate.", "router.")
+
+
+def peft_library() -> ModuleType:
+    """Imports `peft`. Raises `ValueError` if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("LoRA needs peft: pip install 'peft>=0.18'") from error
+    return peft
+
+
+def base_of(directory: Path) -> str:
+    """Returns the base model of an adapter: a directory, or `USER/NAME@REVISION`."""
+    values = parse_json((directory / ADAPTER).read_text(encoding="utf-8"))
+    name, revision = values["base_model_name_or_path"], values.get("revision")
+    return f"{name}@{revision}" if revision else name
+
+
+def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base: str) -> None:
+    """Adds a new adapter to the linear layers and experts, without head and routers; only it is trained from now on.
+
+    `rows` are new tokens, whose rows of the embedding and the head are trained too. `base` is the
+    model as `base_of` returns it. Raises the errors of peft."""
+    peft = peft_library()
+    inner = model.inner
+    ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
+    trained = {name: list(rows) for name, module in inner.named_modules() if module in ends}
+    config = peft.LoraConfig(
+        r=settings.lora,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear",
+        exclude_modules=r".*(gate|router)",
+        trainable_token_indices=trained if rows else None,
+        task_type="CAUSAL_LM",
+    )
+    peft.get_peft_model(
+        skeleton(model).inner, config
+    )  # it names the layers, and experts' parameters
+    parameters = config.target_parameters or ()
+    config.target_parameters = [n for n in parameters if not n.startswith(ROUTERS)] or None
+    model.adapter = (peft.get_peft_model(inner, config),)
+    config.base_model_name_or_path, _, revision = base.partition("@")
+    config.revision = revision or None
+
+
+def load_lora(model: AnyModel, directory: Path) -> None:
+    """Adds the adapter of a directory to its base model, to be trained on."""
+    options = {"is_trainable": True, "torch_device": "cpu"}
+    model.adapter = (peft_library().PeftModel.from_pretrained(model.inner, directory, **options),)
+
+
+def describe_lora(model: AnyModel) -> str:
+    """Returns a line with the layers that have an adapter, and the number of its parameters."""
+    config = model.adapter[0].peft_config["default"]
+    layers = [*config.target_modules, *(config.target_parameters or ())]
+    names = sorted({name.split(".")[-1] for name in layers})
+    trained, total = model.adapter[0].get_nb_trainable_parameters()
+    return f"LoRA of rank {config.r} on {', '.join(names)}: {trained:,} of {total:,} parameters"
+
+
+def set_base_dtype(model: AnyModel, dtype: torch.dtype) -> None:
+    """Converts the parameters that are not trained."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def merged(model: AnyModel) -> AnyModel:
+    """Adds the adapter to the weights, in fp32, and returns the model without it. The given model
+    cannot be used afterwards."""
+    inner = model.adapter[0].float().merge_and_unload()
+    return AnyModel(model.config, inner.requires_grad_())
+
+
+def write_adapter(model: AnyModel, folder: Path) -> None:
+    """Writes the adapter's directory; of a model on the meta device nothing."""
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        # The embedding of a larger vocabulary is not part of it.
+        model.adapter[0].save_pretrained(folder, save_embedding_layers=False)
+
+
+def opening_lines(model: AnyModel) -> str:
+    """Returns the code that opens the adapter in the folder `name`, for its card."""
+    config = model.adapter[0].peft_config["default"]
+    base = f"{config.base_model_name_or_path!r}, revision={config.revision!r}"
+    return (
+        f"base = AutoModelForCausalLM.from_pretrained({base})\n"
+        f"base.resize_token_embeddings({model.config.vocab_size})\n"
+        "model = PeftModel.from_pretrained(base, name)"
+    )

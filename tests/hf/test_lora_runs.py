@@ -1,0 +1,271 @@
+"""Runs that train an adapter of peft: what they train, save, resume and merge."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import (
+    chat_rows,
+    contents,
+    losses,
+    make_text,
+    metrics,
+    read_json,
+    refused,
+    run,
+    run_recipe,
+    write_lines,
+)
+from families import save_family
+from launching import launch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gpt2_accel import from_pretrained
+from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
+from gpt2_accel.hf.convert import read_config
+from gpt2_accel.hf.hub import stage
+
+peft = pytest.importorskip("peft")
+
+ADAPTER = "adapter_model.safetensors"
+FLAGS = {
+    "lora": 8,
+    "lora_dropout": 0.1,
+    "total_batch_size": 4 * 64,
+    "micro_batch_size": 4,
+    "max_steps": 12,
+    "save_every": 6,
+    "log_every": 1,
+    "eval_every": 6,
+    "sample_every": 12,
+    "sample_tokens": 3,
+    "keep_best": False,
+    "learning_rate": 1e-2,
+}
+
+
+def flags(folder, **changes):
+    """Returns the command-line flags of a short run of the chat recipe."""
+    values = {**FLAGS, "output_dir": folder, **changes}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@pytest.fixture(scope="module")
+def start(chat_base, tmp_path_factory):
+    """A base model and a file of conversations in a folder."""
+    folder = tmp_path_factory.mktemp("lora")
+    shutil.copytree(chat_base, folder / "base")
+    write_lines(folder / "rows.jsonl", chat_rows(21))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_run(start):
+    """The folder of a run of twelve updates, from GPT-2 with three new tokens. Tests must not change it."""
+    before = contents(start / "base")
+    given = [f"--model={start / 'base'}", f"--data={start / 'rows.jsonl'}"]
+    run_recipe("chat_sft", *given, *flags(start / "run", sequence_length=64))
+    assert contents(start / "base") == before
+    return start / "run"
+
+
+def logits(model, vocab_size=257):
+    """Returns the logits of a model of transformers, or of this package, of fixed tokens."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        found = model.eval()(torch.randint(vocab_size, (2, 24)))
+    return getattr(found, "logits", found)
+
+
+def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
+    checkpoint = chat_run / "checkpoint-12"
+    assert not list(checkpoint.glob("model*")) and not (checkpoint / "config.json").exists()
+    saved = load_file(checkpoint / ADAPTER)
+    rows = [name for name in saved if "trainable_tokens" in name]
+    assert all("lora_" in name for name in saved.keys() - rows) and len(rows) == 1
+    assert saved[rows[0]].shape == (2, 64)
+    kinds = {".".join(name.split(".")[-3:-2]) for name in saved.keys() - rows}
+    assert kinds == {"c_attn", "c_proj", "c_fc"}
+    assert all(name.endswith("lora_A.weight") or saved[name].any() for name in saved)
+    optimizer = load_file(checkpoint / "training_state/optimizer.safetensors")
+    assert len(optimizer) == 3 * len(saved)
+    assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<|im_end|>"
+
+
+def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(
+    chat_run, start, monkeypatch
+):
+    monkeypatch.chdir(chat_run)
+    expected = AutoModelForCausalLM.from_pretrained(chat_run, dtype=torch.float32)
+    names = {}
+    card = (chat_run / "adapter/README.md").read_text()
+    code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
+    exec(code.replace(json.dumps(str(chat_run / "adapter")), '"adapter"'), names)
+    assert expected.config.vocab_size == 259
+    found = logits(names["model"])
+    torch.testing.assert_close(found, logits(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        logits(from_pretrained(chat_run / "adapter")), found, atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(logits(from_pretrained(chat_run)), found, atol=1e-5, rtol=0)
+    assert (found - logits(from_pretrained(start / "base"), 257)[..., :1]).abs().max() > 1e-3
+    assert "lm_head.weight" not in load_file(chat_run / "model.safetensors")
+
+
+def test_a_resume_is_exact(chat_run, start, tmp_path):
+    given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
+    resumed = flags(tmp_path / "run", resume_from=chat_run / "checkpoint-6")
+    run_recipe("chat_sft", *given, *resumed)
+    assert losses(metrics(tmp_path / "run")) == losses(metrics(chat_run))[6:]
+    for name in (ADAPTER, "training_state/optimizer.safetensors"):
+        expected = load_file(chat_run / "checkpoint-12" / name)
+        found = load_file(tmp_path / "run/checkpoint-12" / name)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with refused("lora 8 -> 4 from update 6: resume an adapter with its original settings"):
+        run_recipe(
+            "chat_sft",
+            *given,
+            *flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4),
+        )
+    with refused("lora 8 -> 0 from update 6: resume an adapter with its original settings"):
+        run_recipe(
+            "chat_sft",
+            *given,
+            *flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=0),
+        )
+
+
+def test_what_opens_a_model_takes_an_adapter(chat_run, start, tmp_path):
+    model, tokenizer = load(chat_run / "checkpoint-12")
+    [answer] = complete(model, tokenizer, [user_turn("Who 0?")], Sampling(max_new_tokens=5))
+    assert answer.ids
+    stage(chat_run / "checkpoint-12", tmp_path / "staged", "user/name")
+    assert (tmp_path / "staged" / ADAPTER).is_file()
+    assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
+    shutil.copytree(chat_run / "adapter", tmp_path / "adapter")
+    config = read_json(tmp_path / "adapter/adapter_config.json")
+    assert config["base_model_name_or_path"] == str(start / "base")
+    config["base_model_name_or_path"] = str(tmp_path / "gone")
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    for opens in (from_pretrained, read_config):
+        with refused("gone is neither a folder nor a model on the Hub"):
+            opens(tmp_path / "adapter")
+
+
+def test_answers_end(start, tmp_path):
+    given = [f"--model={start / 'base'}", f"--data={start / 'rows.jsonl'}"]
+    changes = {"max_steps": 150, "lora": 16, "lora_alpha": 32, "lora_dropout": 0, "log_every": 50}
+    changes |= {"save_every": 0, "sample_every": 0, "eval_every": 0, "sequence_length": 64}
+    run_recipe("chat_sft", *given, *flags(tmp_path / "run", **changes))
+    model, tokenizer = load(tmp_path / "run")
+    prompts = [row["messages"][:1] for row in chat_rows(21)]
+    answers = complete(model, tokenizer, prompts, Sampling(temperature=0, max_new_tokens=40))
+    ends = [answer.ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>") for answer in answers]
+    assert sum(ends) >= 19
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "changes"),
+    [
+        ("phi3", "float32", {}),
+        ("mixtral", "float32", {}),
+        ("qwen3_moe", "float32", {}),
+        ("smollm3", "bfloat16", {"tie_word_embeddings": False}),
+    ],
+)
+def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
+    kind, dtype, changes, tiny, tmp_path, capsys
+):
+    start = save_family(kind, tmp_path / "start", **changes)
+    lines = run(
+        tiny("run", init_from=str(start), lora=4, dtype=dtype, max_steps=20, learning_rate=3e-2)
+    )
+    printed = capsys.readouterr().out
+    assert re.search(r"LoRA of rank 4 on .*o_proj.*: [\d,]+ of [\d,]+ parameters", printed)
+    assert losses(lines)[-1] < losses(lines)[0] - 0.01
+    folder = tmp_path / "run"
+    saved = load_file(folder / "checkpoint-20" / ADAPTER)
+    assert all("lora_" in name for name in saved) and not any("gate." in name for name in saved)
+    base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    if dtype == "bfloat16":  # the base that was trained on
+        base = base.to(torch.bfloat16).float()
+    before = logits(base)
+    model = peft.PeftModel.from_pretrained(base, folder / "adapter")
+    final = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert final.dtype == torch.float32
+    torch.testing.assert_close(logits(final), logits(model), atol=1e-5, rtol=0)
+    assert (logits(final) - before).abs().max() > 1e-3
+
+
+def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
+    changes = {"tie_word_embeddings": False, "max_position_embeddings": 128}
+    base = save_family("smollm3", tmp_path / "base", **changes)
+    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}"]
+    run_recipe("chat_sft", *given, *flags(tmp_path / "run", sequence_length=64))
+    saved = load_file(tmp_path / "run/adapter" / ADAPTER)
+    rows = {name: tensor for name, tensor in saved.items() if "trainable_tokens" in name}
+    assert {tensor.shape for tensor in rows.values()} == {(2, 32)} and len(rows) == 2
+    names = {}
+    card = (tmp_path / "run/adapter/README.md").read_text()
+    exec(re.search("```python\n(.*?)```", card, re.DOTALL)[1], names)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(names["model"]), atol=1e-5, rtol=0)
+    for module in (merged.get_input_embeddings(), merged.get_output_embeddings()):
+        new = module.weight[257:259]
+        assert (new - new.mean(dim=0)).abs().max() > 1e-3  # they began equal
+
+
+def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(make_text(2000, 0))
+    given = [f"--input={tmp_path / 'text.txt'}", f"--data_dir={tmp_path / 'data'}"]
+    changes = {"total_batch_size": 128, "micro_batch_size": 1, "max_steps": 4, "save_every": 2}
+    changes |= {"eval_every": 2, "sequence_length": 128, "lora_dropout": 0}
+    first = flags(tmp_path / "first", init_from=start / "base", **changes)
+    run_recipe("finetune_shakespeare", *given, *first)
+    second = flags(tmp_path / "second", init_from=tmp_path / "first/adapter", **changes)
+    run_recipe("finetune_shakespeare", *given, *second)
+    assert losses(metrics(tmp_path / "second"))[0] < losses(metrics(tmp_path / "first"))[0]
+    found = logits(from_pretrained(tmp_path / "second/adapter"))
+    expected = logits(from_pretrained(tmp_path / "second"))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    with refused("the rates of dropout are those of config.json"):
+        run_recipe(
+            "finetune_shakespeare",
+            *given,
+            *first,
+            "--dropout=0.2",
+            "--resume_from=latest",
+            f"--output_dir={tmp_path / 'third'}",
+        )
+
+
+def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with refused("LoRA needs peft: pip install 'peft>=0.18'"):
+        run(tiny("run", lora=4, init_from=str(start / "base")))
+
+
+def test_two_processes(start, chat_run, tmp_path):
+    given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
+    launch(
+        "recipes/chat_sft.py",
+        *given,
+        *flags(tmp_path / "run", lora_dropout=0.0, micro_batch_size=2),
+        processes=2,
+    )
+    alone = flags(tmp_path / "alone", lora_dropout=0.0)
+    run_recipe("chat_sft", *given, *alone)
+    expected = losses(metrics(tmp_path / "alone"))
+    assert losses(metrics(tmp_path / "run")) == pytest.approx(expected, abs=1e-4)
+
+
+def test_an_adapter_needs_a_model(tiny):
+    with refused(
+        "--lora trains an adapter of a published or trained model: name it by --init_from"
+    ):
+        run(tiny("run", lora=4))
