@@ -522,7 +522,8 @@ def wait_for_checkpoint(run: Run) -> bool:
 
 
 def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and marks the run as finished.
+    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and
+    marks the run as finished.
 
     Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
     """

@@ -273,8 +273,9 @@ def from_pretrained(
 
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
     value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`. `attention`, an
-    `attn_implementation`, takes the class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is
-    opened with its base model, and merged with it unless `merge` is False.
+    `attn_implementation`, takes the class of `transformers`, and so does a `reason`, which is
+    printed. An adapter of peft is opened with its base model, and merged with it unless `merge` is
+    False.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if `transformers` has no such model of
     text, or if it is damaged; the message names the file or tensor. Files are never run as code.
@@ -388,7 +389,8 @@ def read_config(
     reason: str | None = None,
 ) -> ModelConfig:
     """Reads the shape in a directory's `config.json`: that of a module in `models/` if it computes the same, else an `AnyConfig`.
-    `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model. Raises `ValueError` for what cannot be trained, see `any_config`."""
+    `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model.
+    Raises `ValueError` for what cannot be trained, see `any_config`."""
     if is_adapter(directory):
         return read_config(local_directory(base_of(directory)), attention=attention, reason=LORA)
     path = directory / "config.json"

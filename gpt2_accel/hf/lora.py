@@ -1,4 +1,5 @@
-"""Low-rank adaptation (LoRA; Hu et al., 2021, arXiv:2106.09685) by `peft`, on a class of `transformers`.
+"""Low-rank adaptation (LoRA; Hu et al., 2021, arXiv:2106.09685) by `peft`, on a class of
+`transformers`.
 
 An adapter's directory is that of `peft`: `adapter_config.json`, which names the base model, and
 `adapter_model.safetensors`. The base model does not change.
@@ -40,7 +41,8 @@ def base_of(directory: Path) -> str:
 
 
 def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base: str) -> None:
-    """Adds a new adapter to the linear layers and experts, without head and routers; only it is trained from now on.
+    """Adds a new adapter to the linear layers and experts, without head and routers; only it is
+    trained from now on.
 
     `rows` are new tokens, whose rows of the embedding and the head are trained too. `base` is the
     model as `base_of` returns it. Raises the errors of peft."""

@@ -107,8 +107,9 @@ def model_card(
     """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that of its
-    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute paths in the training data and the settings are shortened
-    to their last part.
+    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot
+    open it, `adapter` the code that opens an adapter. Absolute paths in the training data and the
+    settings are shortened to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
