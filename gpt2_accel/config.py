@@ -213,6 +213,11 @@ class TrainConfig:
         )
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
+        name = self.architecture
+        if name not in (None, *ARCHITECTURES) and "/" not in name and not Path(name).is_dir():
+            raise ValueError(
+                f"architecture must be one of {', '.join(ARCHITECTURES)}, or the folder or Hub id of a config.json, got {name!r}"
+            )
         choice_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
