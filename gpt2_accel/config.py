@@ -19,7 +19,7 @@ from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learn
 from gpt2_accel.runtime.files import sentence, write_file
 from gpt2_accel.runtime.options import REMOVED, Parser, parser_of, suggestion, true_or_false
 
-ARCHITECTURES = ("gpt2", "llama", "qwen3")  # see `models.config_class`
+ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
 HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 WEIGHT_DTYPES = ("float32", "bfloat16")

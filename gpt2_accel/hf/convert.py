@@ -242,7 +242,7 @@ def hf_config(
     return CONFIG_MAPPING[config.architecture](
         **sizes,
         **table.write(config),
-        **special_ids,
+        **{"pad_token_id": None, **special_ids},  # NanoChat's default is a token of the vocabulary
         architectures=[table.model_class],
         dtype=dtype,
     )
@@ -427,7 +427,9 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
         return f"models/ has no {model_type}"
     table = conversion(model_type)
     # HF's class checks types, reads old spellings and adds what the file leaves out.
-    values = {"bias": True} | CONFIG_MAPPING[model_type].from_dict(values).to_dict()
+    config = CONFIG_MAPPING[model_type].from_dict(values)
+    channels = config.hidden_size // (config.num_attention_heads or 1)
+    values = {"bias": True, "head_dim": channels} | config.to_dict()
     for key, allowed in table.supported.items():
         if values[key] not in allowed:
             return f"its {key} is {values[key]!r}"

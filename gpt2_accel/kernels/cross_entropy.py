@@ -42,13 +42,15 @@ def linear_cross_entropy(
     vocab_size: int,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy in nats of the logits `x @ weight.T`, without the padding columns from `vocab_size` on.
 
     x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to
     ignore a row. The result is the mean over the rows that are not ignored, a scalar, or with
     `reduction` "none" the loss of each row, (N,), 0 for ignored rows. With `z_loss`, for the mean
-    only, it is a pair, as in `LanguageModel.forward`. Under autocast the products are in its dtype.
+    only, it is a pair, as in `LanguageModel.forward`. `soft_cap` is that of `capped`, None for none.
+    Under autocast the products are in its dtype.
     The results have no second derivative. The backward of "none" computes the logits again: four
     products with the vocabulary in place of three.
     """
@@ -60,7 +62,7 @@ def linear_cross_entropy(
     half = x.dtype == torch.float16
     rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
     fuse = kernels.choices.fuse or torch.compiler.is_compiling()
-    arguments = x, weight, targets, vocab_size, rows, fuse
+    arguments = x, weight, targets, vocab_size, rows, fuse, soft_cap
     if z_loss or (reduction == "mean" and torch.is_grad_enabled()):
         sums, _, _ = chunked_cross_entropy(*arguments, z_loss)
         loss, z = mean_of(sums, targets)
@@ -75,7 +77,10 @@ def linear_cross_entropy(
         bias[vocab_size:] = -math.inf
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
         nats = torch.cat(
-            [F.cross_entropy(F.linear(part, w, bias), t, reduction="none") for part, t in chunks]
+            [
+                F.cross_entropy(capped(F.linear(part, w, bias), soft_cap), t, reduction="none")
+                for part, t in chunks
+            ]
         )
     if reduction == "mean":
         return mean_of(nats.sum(), targets)
@@ -96,7 +101,25 @@ class RowLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, *grads = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, 0.0, grad)
-        return None, *grads, *[None] * 4
+        return None, *grads, *[None] * 5
+
+
+def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    """Returns `soft_cap` · tanh(logits / `soft_cap`) (Gemma 2, 2024, arXiv:2408.00118, section 2).
+
+    It is computed in fp32 or fp64 and has the dtype of the logits. Logits of -inf, which are padding, stay so. None does
+    not cap.
+    """
+    if soft_cap is None:
+        return logits
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = soft_cap * (x / soft_cap).tanh()
+    return x.to(logits.dtype).masked_fill(logits == -math.inf, -math.inf)
+
+
+def slope(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """Returns the derivative of `capped` where it returns x: 1 - (x / `soft_cap`)², and 0 at -inf."""
+    return 1 - (x / soft_cap).clamp(min=-1).square()
 
 
 def mean_of(total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -116,6 +139,7 @@ def chunked_cross_entropy(
     vocab_size: int,
     rows: int,
     compiled: bool,
+    soft_cap: float | None,
     z_loss: float,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -154,8 +178,10 @@ def chunked_cross_entropy(
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
-            at_target = logits[row, t].to(accumulate_dtype)
-            log_sum = torch.cat([gradient_(part, scale, z_loss) for part in logits.split(at_once)])
+            at_target = capped(logits[row, t].to(accumulate_dtype), soft_cap)
+            log_sum = torch.cat(
+                [gradient_(part, scale, z_loss, soft_cap) for part in logits.split(at_once)]
+            )
             gradient = logits  # by now
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
@@ -163,6 +189,8 @@ def chunked_cross_entropy(
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
             of_z = 2 * z_loss * log_sum * log_probability.exp()
             of_target = (log_probability.expm1() + of_z) * scale
+            if soft_cap:
+                of_target *= slope(at_target, soft_cap)
             gradient[row, t] = of_target.to(gradient.dtype)
             grad_x[start : start + rows] = (gradient @ w) * (share / scale)
             x_rows = (x_rows * share).to(x.dtype)
@@ -174,7 +202,7 @@ def chunked_cross_entropy(
 
 
 @chunked_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, rows, compiled, z_loss, factors=None):
+def _(x, weight, targets, vocab_size, rows, compiled, soft_cap, z_loss, factors=None):
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     like = functools.partial(torch.empty_like, dtype=accumulate_dtype)
     return x.new_empty(2, dtype=accumulate_dtype), like(x), like(weight)
@@ -189,21 +217,29 @@ def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | No
     """Scales the saved gradients by the first of `grad_sums`, (2,). They contain the second's.
     Autograd casts them to the dtypes of x and the weight."""
     grads = [grad * grad_sums[0] for grad in ctx.saved_tensors]
-    return *grads, *[None] * 6
+    return *grads, *[None] * 7
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
-def scaled_gradient_(logits: torch.Tensor, scale: float, z_loss: float) -> torch.Tensor:
+def scaled_gradient_(
+    logits: torch.Tensor, scale: float, z_loss: float, soft_cap: float | None
+) -> torch.Tensor:
     """Replaces logits, (rows, V), by softmax · (1 + 2 · `z_loss` · log-sum-exp) · `scale`: the
-    gradient except at the target. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    gradient except at the target. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
+
+    With `soft_cap` the softmax and log-sum-exp are those of the capped logits, and the gradient is
+    that of the logits before the cap.
+    """
+    x = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), soft_cap)
     # Not `logsumexp`: inductor then reads the logits twice instead of three times.
     largest = x.amax(dim=1, keepdim=True)
     powers = (x - largest).exp()
     total = powers.sum(dim=1, keepdim=True)
     log_sum = largest + total.log()
+    if soft_cap:
+        powers = powers * slope(x, soft_cap)
     logits.copy_(powers * (scale / total * (1 + 2 * z_loss * log_sum)))
     return log_sum
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_accel.kernels import attention
+from gpt2_accel.kernels import attention, cross_entropy
 from gpt2_accel.models.parts import (
     Mask,
     Past,
@@ -38,7 +38,7 @@ class ModelConfig:
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
     `parameter_count` are the parameters as saved: a tied head counts once, vocabulary padding does not count.
     `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `n_kv_head` are the heads of keys
-    and values, `head_dim` the channels of a head.
+    and values, `head_dim` the channels of a head. `soft_cap` limits the logits, see `cross_entropy.capped`.
     """
 
     architecture: ClassVar[str]
@@ -50,6 +50,7 @@ class ModelConfig:
     head_dim: int
     n_embd: int
     dropout: float
+    soft_cap: float | None = None
 
     parameter_count: int
     matmul_parameters: int
@@ -231,9 +232,11 @@ class LanguageModel(nn.Module):
             attention_mask = self.document_mask(documents)
         x = self.hidden(input_ids, position_ids, attention_mask, cache)[:, -logits_to_keep:]
         weight, vocab_size = self.head_weight, self.config.vocab_size
+        soft_cap = self.config.soft_cap
         if targets is None:
-            return F.linear(x, weight)[..., :vocab_size]  # the rows of the whole matrix are aligned
-        return head_loss(x, weight, targets, vocab_size, reduction, z_loss)
+            # The rows of the whole matrix are aligned.
+            return cross_entropy.capped(F.linear(x, weight)[..., :vocab_size], soft_cap)
+        return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""

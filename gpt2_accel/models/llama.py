@@ -59,7 +59,7 @@ class LlamaConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
-        check_ranges(self, positive=sizes, above_zero="rope_theta norm_eps")
+        check_ranges(self, positive=sizes, above_zero="rope_theta norm_eps soft_cap")
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"n_head ({self.n_head}) is not a multiple of n_kv_head ({self.n_kv_head}): "
@@ -129,6 +129,10 @@ class LlamaConfig(ModelConfig):
         """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
         return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
 
+    def norm(self) -> nn.Module:
+        """Builds a norm of the residual stream, (…, C)."""
+        return RMSNorm(self.n_embd, self.norm_eps)
+
     def build(self) -> "Llama":
         return Llama(self)
 
@@ -142,7 +146,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         C, D = config.n_embd, config.head_dim
-        self.head_dim = D
+        self.config = config
         self.q_proj = nn.Linear(C, config.n_head * D, bias=False)
         self.k_proj = nn.Linear(C, config.n_kv_head * D, bias=False)
         self.v_proj = nn.Linear(C, config.n_kv_head * D, bias=False)
@@ -150,8 +154,12 @@ class Attention(nn.Module):
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x: (B, T, C) -> queries (B, T, H, D), keys and values (B, T, K, D), before the rotation."""
-        split = (*x.shape[:2], -1, self.head_dim)
+        split = (*x.shape[:2], -1, self.config.head_dim)
         return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
+
+    def positioned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turns queries or keys, (B, heads, T, D), by their positions' angles."""
+        return rotate(x, cos, sin)
 
     def forward(
         self,
@@ -166,7 +174,7 @@ class Attention(nn.Module):
         `past` holds the keys and values of the tokens before."""
         B, T, _ = x.shape
         q, k, v = (part.transpose(1, 2) for part in self.heads(x))  # (B, H, T, D), (B, K, T, D)
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = self.positioned(q, *angles), self.positioned(k, *angles)
         if past is not None:
             k, v = past.update(k, v)
         y = attend(q, k, v, mask)
@@ -176,12 +184,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
 
-    def __init__(self, config: LlamaConfig, attention: type[Attention]):
+    def __init__(self, config: LlamaConfig, attention: type[Attention], mlp: type[nn.Module]):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.input_layernorm = config.norm()
         self.self_attn = attention(config)
-        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = SwiGLU(config.n_embd, config.n_inner)
+        self.post_attention_layernorm = config.norm()
+        self.mlp = mlp(config.n_embd, config.n_inner)
 
     def forward(
         self,
@@ -196,22 +204,32 @@ class Block(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A Llama language model. A subclass may have another `attention`."""
+    """A Llama language model. A subclass may have another `attention` or `mlp`."""
 
     config_class = LlamaConfig
     attention = Attention
+    mlp: type[nn.Module] = SwiGLU
     residual = ("o_proj", "down_proj")
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
         self.embed_tokens = Embedding(config.padded_vocab_size, config.n_embd)
-        self.layers = nn.ModuleList(Block(config, self.attention) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.layers = nn.ModuleList(
+            Block(config, self.attention, self.mlp) for _ in range(config.n_layer)
+        )
+        self.norm = config.norm()
         if not config.tied:
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.init_weights()
         with torch.no_grad():
             self.embed_tokens.weight[config.vocab_size :] = 0
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the input of the first block: (B, T) -> (B, T, C)."""
+        x = self.embed_tokens(input_ids)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
+        return x
 
     def hidden(
         self,
@@ -220,9 +238,7 @@ class Llama(LanguageModel):
         attention_mask: Mask | None,
         cache: Sequence[Past] | None = None,
     ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
+        x = self.embed(input_ids)  # (B, T, C)
         config = self.config
         angles = rotary_angles(
             position_ids, config.head_dim, config.rope_theta, config.rope_scaling

@@ -32,8 +32,15 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
+def rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
+
+    x: (…, size), weight: (size,) -> (…, size), in the dtype of x, also if autocast computes in fp32."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+    """`rms_norm` with a weight."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -42,7 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.eps, self.weight.to(x.dtype))
 
 
 class RotaryScaling(NamedTuple):
@@ -179,25 +186,33 @@ def head_loss(
     vocab_size: int,
     reduction: str = "mean",
     z_loss: float = 0.0,
+    soft_cap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
     x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or with `reduction` "none"
-    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`.
+    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`. `soft_cap` is that of `cross_entropy.capped`.
     """
     if z_loss and reduction == "none":
         raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")
     x, flat = x.flatten(0, 1), targets.flatten()
     if cross_entropy.applies(x, weight):
         loss = cross_entropy.linear_cross_entropy(
-            x, weight, flat, vocab_size=vocab_size, reduction=reduction, z_loss=z_loss
+            x,
+            weight,
+            flat,
+            vocab_size=vocab_size,
+            reduction=reduction,
+            z_loss=z_loss,
+            soft_cap=soft_cap,
         )
         return loss.view_as(targets) if reduction == "none" else loss
     # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
     # softmax without another copy of the logits.
     bias = x.new_zeros(len(weight))
     bias[vocab_size:] = -math.inf
-    return logits_loss(F.linear(x, weight, bias), targets, reduction, z_loss)
+    logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
+    return logits_loss(logits, targets, reduction, z_loss)
 
 
 def logits_loss(

@@ -102,7 +102,7 @@ def test_small_probabilities_do_not_underflow_in_fp16():
     V = 50_000
     x, weight = torch.randn(N, C).half(), (torch.randn(V, C) * 0.02).half()
     targets = torch.randint(V, (N,))
-    _, _, grad = cross_entropy.chunked_cross_entropy(x, weight, targets, V, 10, False, 0.0)
+    _, _, grad = cross_entropy.chunked_cross_entropy(x, weight, targets, V, 10, False, None, 0.0)
     double = weight.double().requires_grad_()
     F.cross_entropy(x.double() @ double.T, targets, reduction="sum").backward()
     others = torch.ones(V, dtype=bool)
@@ -159,7 +159,7 @@ def test_compiled_loss_is_equal():
 
 def test_operator_passes_opcheck():
     x, weight, targets = problem()
-    inputs = (x.requires_grad_(), weight.requires_grad_(), targets, VOCAB, 10, False, Z_LOSS)
+    inputs = (x.requires_grad_(), weight.requires_grad_(), targets, VOCAB, 10, False, None, Z_LOSS)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(cross_entropy.chunked_cross_entropy, inputs, test_utils=checks)
 

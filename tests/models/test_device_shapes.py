@@ -70,7 +70,7 @@ def test_inside_of_the_chunked_loss(rows, dtype):
     weight = torch.zeros(50304, 32, device=OTHER)
     targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
     sums, grad_x, grad_w = chunked_cross_entropy._init_fn(
-        x, weight, targets, 50257, rows, False, 0.0
+        x, weight, targets, 50257, rows, False, None, 0.0
     )
     assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
     assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}
