@@ -23,7 +23,7 @@ from gpt2_accel.tools.report.reader import read_run
 SIZES = {"n_embd": 48, "n_head": 6}
 
 
-@pytest.fixture(params=["llama", "qwen3"], scope="module")
+@pytest.fixture(params=["llama", "qwen3", "nanochat"], scope="module")
 def architecture(request):
     return request.param
 

@@ -138,6 +138,7 @@ def build_optimizer(
         {"params": [(n, p) for n, p in others if p.ndim >= 2]},
         {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # torch refuses an empty one
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     groups.insert(0, {"params": list(hidden.items()), "muon": True})

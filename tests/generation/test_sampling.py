@@ -17,6 +17,7 @@ from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tokens
 from gpt2_accel.models import gpt2
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
@@ -30,6 +31,7 @@ KINDS = {
     "without biases": GPTConfig(257, **SHAPE, bias=False, gelu="none"),
     "llama": LlamaConfig(257, **SHAPE, **ROTARY, rope_scaling=SCALING),
     "qwen3": Qwen3Config(257, **SHAPE, **ROTARY, tied=False),
+    "nanochat": NanochatConfig(257, **SHAPE, **ROTARY),
 }
 
 

@@ -22,11 +22,13 @@ def blocks(model):
 
 
 def squared(model):
-    """ReLU² in place of GELU and of SiLU."""
+    """ReLU² in place of GELU and of SiLU, SiLU in place of nanochat's ReLU²."""
     for block in blocks(model):
         mlp = block.mlp
         if model.config.architecture == "gpt2":
             mlp.forward = lambda x, mlp=mlp: mlp.c_proj(F.relu(mlp.c_fc(x)).square())
+        elif model.config.architecture == "nanochat":
+            mlp.forward = lambda x, mlp=mlp: mlp.fc2(F.silu(mlp.fc1(x)))
         else:
             mlp.forward = lambda x, mlp=mlp: mlp.down_proj(
                 F.relu(mlp.gate_proj(x)).square() * mlp.up_proj(x)

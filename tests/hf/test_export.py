@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import char_tokenizer, encode, train_bpe
@@ -168,6 +169,9 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
     exact = random_model(280, gelu="none")
     with refused("exact GELU, but GGUF's GPT-2 has the tanh"):
         write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
+    with refused("llama.cpp does not have nanochat: serve the model by transformers serve"):
+        write_gguf(random_llama(NanochatConfig, 280), own_bpe(), tmp_path / "a.gguf")
+    assert not (tmp_path / "a.gguf").exists()
 
 
 @pytest.fixture(scope="module")

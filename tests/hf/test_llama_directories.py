@@ -1,4 +1,4 @@
-"""Llama and Qwen3 directories: from transformers to here and back."""
+"""Llama, Qwen3 and nanochat directories: from transformers to here and back."""
 
 import json
 
@@ -16,6 +16,7 @@ from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.convert import hf_config, read_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
@@ -64,7 +65,25 @@ QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+# The sizes of karpathy/nanochat-d32, in the spelling of transformers 5.
+NANOCHAT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "final_logit_softcapping": 15.0,
+    "hidden_act": "relu2",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 2048,
+    "model_type": "nanochat",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 65536,
+}
+KINDS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "nanochat": NanochatConfig}
 
 
 @pytest.fixture(params=KINDS)
@@ -121,12 +140,17 @@ def write(folder, published, **changes):
 
 @pytest.mark.parametrize(
     "published, config, parameters",
-    [(SMOLLM2, LlamaConfig, 134_515_008), (QWEN3, Qwen3Config, 596_049_920)],
+    [
+        (SMOLLM2, LlamaConfig, 134_515_008),
+        (QWEN3, Qwen3Config, 596_049_920),
+        # 32 layers of 12 squares of the width, and two matrices of the vocabulary.
+        (NANOCHAT, NanochatConfig, 32 * 12 * 2048**2 + 2 * 65536 * 2048),
+    ],
 )
 def test_published_config_is_read(published, config, parameters, tmp_path):
     assert read_config(write(tmp_path, published)) == config()
     assert config().parameter_count == parameters
-    changed = {"rope_theta": "absent", "rope_scaling": "absent"}
+    changed = dict.fromkeys(["rope_theta", "rope_scaling", "rope_parameters"], "absent")
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 10_000
     changed["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0}
     assert read_config(write(tmp_path, published, **changed)).rope_theta == 5000.0
@@ -189,7 +213,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("published", [SMOLLM2, QWEN3], ids=["smollm2", "qwen3"])
+@pytest.mark.parametrize(
+    "published", [SMOLLM2, QWEN3, NANOCHAT], ids=["smollm2", "qwen3", "nanochat"]
+)
 @pytest.mark.parametrize("changes, message", WRONG)
 def test_wrong_configs_are_refused(published, changes, message, tmp_path):
     with refused(message):
@@ -210,6 +236,8 @@ PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
         (SMOLLM2, {"pretraining_tp": 2}, "its pretraining_tp is 2"),
         (SMOLLM2, {"model_type": "mistral"}, "models/ has no mistral"),
         (QWEN3, {"use_sliding_window": True}, "its use_sliding_window is True"),
+        (NANOCHAT, {"hidden_act": "silu"}, "its hidden_act is 'silu'"),
+        (NANOCHAT, {"attention_bias": True}, "its attention_bias is True"),
     ],
 )
 def test_what_the_own_module_is_not_takes_the_class_of_transformers(

@@ -12,13 +12,19 @@ from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.parts import head_loss
 
 N, C, V, VOCAB = 37, 16, 256, 250
+CAP = 15.0  # nanochat's; of logits of 12 it is felt
 Z_LOSS = 0.02  # with it the gradients are up to 2.5 times as large
-# kernels, reduction, z_loss
+# kernels, reduction, z_loss, soft_cap
 LOSSES = [
-    (True, "mean", 0.0),
-    (True, "none", 0.0),
-    (True, "mean", Z_LOSS),
-    (False, "mean", Z_LOSS),
+    (True, "mean", 0.0, None),
+    (True, "none", 0.0, None),
+    (True, "mean", Z_LOSS, None),
+    (False, "mean", Z_LOSS, None),
+    (True, "mean", 0.0, CAP),
+    (True, "none", 0.0, CAP),
+    (True, "mean", Z_LOSS, CAP),
+    (False, "none", 0.0, CAP),
+    (False, "mean", Z_LOSS, CAP),
 ]
 
 
@@ -35,18 +41,20 @@ def problem(spread=1.0):
     return x, weight, targets
 
 
-def reference(x, weight, targets, z_loss=0.0):
+def reference(x, weight, targets, z_loss=0.0, soft_cap=None):
     """Returns loss, z and gradients in fp64, computed from all logits at once."""
     x, weight = (part.double().requires_grad_() for part in (x, weight))
     logits = x @ weight[:VOCAB].T
+    if soft_cap is not None:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
     z = logits[targets != -100].logsumexp(dim=1).square().mean()
     loss = F.cross_entropy(logits, targets) + z_loss * z
     return loss.detach(), z.detach(), *torch.autograd.grad(loss, (x, weight))
 
 
-def scalars(x, weight, targets, reduction="mean", z_loss=0.0):
+def scalars(x, weight, targets, reduction="mean", z_loss=0.0, soft_cap=None):
     """Returns the mean loss and z, which is 0 without `z_loss`."""
-    found = head_loss(x[None], weight, targets[None], VOCAB, reduction, z_loss)
+    found = head_loss(x[None], weight, targets[None], VOCAB, reduction, z_loss, soft_cap)
     if reduction == "none":
         found = found.sum() / (targets != -100).sum()
     return found if z_loss else (found, torch.zeros(()))
@@ -79,7 +87,7 @@ def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, loss):
         rounded = dtype or torch.float32
         x, weight = x.to(rounded).float(), weight.to(rounded).float()  # the inputs of the products
         found = ours(x, weight, targets, loss, dtype)
-    expected = reference(x, weight, targets, loss[2])
+    expected = reference(x, weight, targets, *loss[2:])
     assert [part.dtype for part in found[2:]] == [found[0].dtype] * 2 and not found[1].requires_grad
     for place in (0, 1, 2, 3) if loss[2] else (0, 2, 3):
         assert distance(found[place], expected[place]) < tolerance
@@ -140,7 +148,9 @@ def test_peak_memory_is_far_below_all_logits(monkeypatch):
         return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
     plain, each, with_z = (peak(loss) for loss in LOSSES[:3])
+    with_cap, each_with_cap = (peak(loss) for loss in LOSSES[4:6])
     assert max(plain, each, with_z) < N * V * 4 / 3
+    assert max(with_cap, each_with_cap) < N * V * 4 / 2
     assert with_z <= 1.1 * plain
 
 
@@ -149,7 +159,7 @@ def test_compiled_loss_is_equal():
     inputs = [part.requires_grad_() for part in inputs]
 
     def total(x, weight):
-        return sum(scalars(x, weight, targets, *loss[1:])[0] for loss in LOSSES[:3])
+        return sum(scalars(x, weight, targets, *loss[1:])[0] for loss in LOSSES[:7])
 
     compiled = torch.compile(total, backend="inductor", fullgraph=True)
     one, other = (call(*inputs) for call in (compiled, total))
@@ -157,14 +167,29 @@ def test_compiled_loss_is_equal():
     torch.testing.assert_close(*(torch.autograd.grad(loss, inputs) for loss in (one, other)))
 
 
-def test_operator_passes_opcheck():
+@pytest.mark.parametrize("soft_cap", [None, CAP])
+def test_operator_passes_opcheck(soft_cap):
     x, weight, targets = problem()
-    inputs = (x.requires_grad_(), weight.requires_grad_(), targets, VOCAB, 10, False, None, Z_LOSS)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    inputs = (x, weight, targets, VOCAB, 10, False, soft_cap, Z_LOSS)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(cross_entropy.chunked_cross_entropy, inputs, test_utils=checks)
 
 
-@pytest.mark.parametrize("loss", LOSSES[2:])
+def test_logits_far_beyond_the_cap_have_no_gradient():
+    """All capped logits are ± 1, also in the row whose target has the lowest."""
+    x, weight = torch.full((4, C), 100.0), torch.ones(V, C)
+    weight[::2] *= -1
+    targets = torch.tensor([0, 1, 2, -100])
+    for enabled in (True, False):
+        loss, _, *grads = ours(x, weight, targets, (enabled, "mean", 0.0, 1.0))
+        low, high = torch.tensor(-1.0).exp(), torch.tensor(1.0).exp()
+        total = VOCAB / 2 * (low + high)
+        torch.testing.assert_close(loss, (total.log() * 3 + 1 - 1 + 1) / 3)
+        assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES[2:] if loss[1] == "mean"])
 def test_without_targets_the_loss_is_nan_and_gradients_are_zero(loss):
     x, weight, targets = problem()
     found = ours(x, weight, torch.full_like(targets, -100), loss)

@@ -12,6 +12,7 @@ from gpt2_accel import GPTConfig, kernels
 from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 
 OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index fake CUDA tensors
@@ -20,6 +21,7 @@ KINDS = [
     partial(GPTConfig, 300, **SHAPE),
     partial(LlamaConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
     partial(Qwen3Config, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
+    partial(NanochatConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
 ]
 
 
@@ -63,14 +65,15 @@ def without(q, k, v, block_mask, enable_gqa):
     return torch.empty_like(q)
 
 
+@pytest.mark.parametrize("soft_cap", [None, 15.0])
 @pytest.mark.parametrize("rows", [1334, 4000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inside_of_the_chunked_loss(rows, dtype):
+def test_inside_of_the_chunked_loss(rows, dtype, soft_cap):
     x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
     weight = torch.zeros(50304, 32, device=OTHER)
     targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
     sums, grad_x, grad_w = chunked_cross_entropy._init_fn(
-        x, weight, targets, 50257, rows, False, None, 0.0
+        x, weight, targets, 50257, rows, False, soft_cap, 0.0
     )
     assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
     assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from gpt2_accel import GPTConfig
 from gpt2_accel.hf.convert import hf_config, to_hf
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.parts import document_positions
 from gpt2_accel.models.qwen3 import Qwen3Config
 
@@ -19,6 +20,7 @@ KINDS = {
     "llama": partial(LlamaConfig, **ROTARY),
     "llama, untied": partial(LlamaConfig, **ROTARY, tied=False),
     "qwen3": partial(Qwen3Config, **ROTARY),
+    "nanochat": partial(NanochatConfig, **ROTARY),
 }
 LENGTHS = ((5, 30, 1, 12), (48,), (20, 20, 8))  # of the texts in each row
 
@@ -71,7 +73,7 @@ def test_loss_and_gradients_equal_those_of_the_texts_alone(model, batch):
         torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", [KINDS["gpt2"], KINDS["qwen3"]], indirect=True)
+@pytest.mark.parametrize("model", [KINDS["gpt2"], KINDS["qwen3"], KINDS["nanochat"]], indirect=True)
 def test_compiled_loss_is_the_same_without_a_graph_break(model, batch):
     forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Llama and Qwen3 beside those of transformers."""
+"""Llama, Qwen3 and nanochat beside those of transformers."""
 
 import random
 
@@ -12,11 +12,14 @@ from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.optim import hidden_matrices
 
 
-@pytest.fixture(params=[LlamaConfig, Qwen3Config], ids=["llama", "qwen3"])
+@pytest.fixture(
+    params=[LlamaConfig, Qwen3Config, NanochatConfig], ids=["llama", "qwen3", "nanochat"]
+)
 def kind(request):
     """The config's class."""
     return request.param
@@ -124,7 +127,8 @@ def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
 
 def test_muon_updates_neither_embedding_nor_head(kind):
     names = {name for name, _ in hidden_matrices(tiny(kind, tied=False).build())}
-    assert len(names) == 2 * 7 and all(name.startswith("layers.") for name in names)
+    of_layer = 6 if kind is NanochatConfig else 7
+    assert len(names) == 2 * of_layer and all(name.startswith("layers.") for name in names)
 
 
 class Settings:
@@ -133,14 +137,18 @@ class Settings:
 
 
 @pytest.mark.parametrize(
-    "kind, of_two_heads, of_depth_12",
-    [(LlamaConfig, (2, 384), (4, 2048)), (Qwen3Config, (1, 384), (6, 2304))],
-    ids=["llama", "qwen3"],
+    "kind, of_two_heads, of_depth_12, tied",
+    [
+        (LlamaConfig, (2, 384), (4, 2048), True),
+        (Qwen3Config, (1, 384), (6, 2304), True),
+        (NanochatConfig, (2, 512), (12, 3072), False),
+    ],
+    ids=["llama", "qwen3", "nanochat"],
 )
-def test_shape_of_a_depth_and_of_single_settings(kind, of_two_heads, of_depth_12):
+def test_shape_of_a_depth_and_of_single_settings(kind, of_two_heads, of_depth_12, tied):
     settings = Settings()
     shape = kind.from_settings(settings, 100)
-    assert (shape.head_dim, shape.tied, shape.rope_theta) == (64, True, 1e4)
+    assert (shape.head_dim, shape.tied, shape.rope_theta) == (64, tied, 1e4)
     assert (shape.n_kv_head, shape.n_inner) == of_two_heads
     settings.depth = 12
     shape = kind.from_settings(settings, 100)
