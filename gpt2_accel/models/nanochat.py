@@ -1,6 +1,6 @@
 """nanochat's model, a `models/llama.py` with other norms, rotation, MLP and logits.
 
-The architecture is that of karpathy/nanochat as Hugging Face has it (`NanoChatForCausalLM`). It differs from Llama:
+The architecture is that of karpathy/nanochat as Hugging Face has it (`NanoChatForCausalLM`). Differences from Llama:
 - no norm has weights, and the token embedding is normalised too;
 - the rotation turns by the negative angle, and queries and keys are normalised after it;
 - the MLP is fc2(relu(fc1(x))²);
