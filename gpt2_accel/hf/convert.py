@@ -239,10 +239,12 @@ def hf_config(
 
     table = conversion(config.architecture)
     sizes = {theirs: getattr(config, ours) for theirs, ours in table.fields.items()}
+    # Without an id NanoChat's class takes token 1 for padding, and does not train its embedding.
+    ids = {"pad_token_id": None} | dict(special_ids)
     return CONFIG_MAPPING[config.architecture](
         **sizes,
         **table.write(config),
-        **{"pad_token_id": None, **special_ids},  # NanoChat's default is a token of the vocabulary
+        **ids,
         architectures=[table.model_class],
         dtype=dtype,
     )

@@ -18,7 +18,7 @@ CONVERSION = replace(
     llama.CONVERSION,
     name="Nanochat",
     model_class="NanoChatForCausalLM",
-    fields={"final_logit_softcapping": "soft_cap", **llama.CONVERSION.fields},
+    fields=dict(llama.CONVERSION.fields, final_logit_softcapping="soft_cap"),
     supported={
         "hidden_act": ("relu2",),
         "attention_bias": (False,),

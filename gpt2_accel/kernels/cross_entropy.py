@@ -49,7 +49,7 @@ def linear_cross_entropy(
     x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to
     ignore a row. The result is the mean over the rows that are not ignored, a scalar, or with
     `reduction` "none" the loss of each row, (N,), 0 for ignored rows. With `z_loss`, for the mean
-    only, it is a pair, as in `LanguageModel.forward`. `soft_cap` is that of `capped`, None for none.
+    only, it is a pair, as in `LanguageModel.forward`. `soft_cap` is that of `capped`.
     Under autocast the products are in its dtype.
     The results have no second derivative. The backward of "none" computes the logits again: four
     products with the vocabulary in place of three.
@@ -107,8 +107,8 @@ class RowLosses(torch.autograd.Function):
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """Returns `soft_cap` · tanh(logits / `soft_cap`) (Gemma 2, 2024, arXiv:2408.00118, section 2).
 
-    It is computed in fp32 or fp64 and has the dtype of the logits. Logits of -inf, which are padding, stay so. None does
-    not cap.
+    It is computed in fp32 or fp64 and has the dtype of the logits. Logits of -inf, which are
+    padding, stay so. None does not cap.
     """
     if soft_cap is None:
         return logits
@@ -118,7 +118,7 @@ def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
 
 
 def slope(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
-    """Returns the derivative of `capped` where it returns x: 1 - (x / `soft_cap`)², and 0 at -inf."""
+    """Returns the derivative of `capped` where it returns x: 1 - (x / `soft_cap`)², 0 at -inf."""
     return 1 - (x / soft_cap).clamp(min=-1).square()
 
 

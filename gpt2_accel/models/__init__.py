@@ -38,7 +38,8 @@ class ModelConfig:
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
     `parameter_count` are the parameters as saved: a tied head counts once, vocabulary padding does not count.
     `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `n_kv_head` are the heads of keys
-    and values, `head_dim` the channels of a head. `soft_cap` limits the logits, see `cross_entropy.capped`.
+    and values, `head_dim` the channels of a head. `soft_cap` limits the logits, see
+    `cross_entropy.capped`.
     """
 
     architecture: ClassVar[str]

@@ -1,6 +1,7 @@
 """nanochat's model, a `models/llama.py` with other norms, rotation, MLP and logits.
 
-The architecture is that of karpathy/nanochat as Hugging Face has it (`NanoChatForCausalLM`). Differences from Llama:
+The architecture is that of karpathy/nanochat as Hugging Face has it (`NanoChatForCausalLM`).
+Differences from Llama:
 - no norm has weights, and the token embedding is normalised too;
 - the rotation turns by the negative angle, and queries and keys are normalised after it;
 - the MLP is fc2(relu(fc1(x))²);
@@ -23,8 +24,9 @@ from gpt2_accel.models.parts import rms_norm, rotate
 class NanochatConfig(llama.LlamaConfig):
     """The shape of a nanochat; the defaults are those of karpathy/nanochat-d32.
 
-    Fields and errors are those of `LlamaConfig`, and `soft_cap`: logits are `soft_cap` · tanh(logits / `soft_cap`), None
-    does not cap them. Raises `ValueError` if it is not positive.
+    Fields and errors are those of `LlamaConfig`, and `soft_cap`: logits become
+    `soft_cap` · tanh(logits / `soft_cap`), None does not cap them. Raises `ValueError` if it is not
+    positive.
     """
 
     architecture = "nanochat"
@@ -44,7 +46,9 @@ class NanochatConfig(llama.LlamaConfig):
 
     @classmethod
     def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
-        """Returns the heads of keys and values, and the MLP's width, of a new model: all heads, and four times the width."""
+        """Returns the heads of keys and values, and the MLP's width, of a new model.
+
+        All heads, and four times the width, are nanochat's."""
         return n_head, 4 * n_embd
 
     @property
@@ -63,7 +67,7 @@ CONFIG = NanochatConfig
 
 
 class Attention(llama.Attention):
-    """Llama's attention with reversed rotation, and an RMSNorm of each head's rotated queries and keys."""
+    """Llama's attention with reversed rotation, and an RMSNorm of the rotated queries and keys."""
 
     def positioned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return rms_norm(rotate(x, cos, -sin), self.config.norm_eps)

@@ -33,9 +33,9 @@ class Embedding(nn.Embedding):
 
 
 def rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv:1910.07467).
+    """Root-mean-square normalisation over the last dimension (Zhang, Sennrich, 2019, arXiv:1910.07467).
 
-    x: (…, size), weight: (size,) -> (…, size), in the dtype of x, also if autocast computes in fp32."""
+    x: (…, size), weight: (size,) -> (…, size), in the dtype of x, also if autocast uses fp32."""
     return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
 
 
@@ -191,7 +191,8 @@ def head_loss(
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
     x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or with `reduction` "none"
-    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`. `soft_cap` is that of `cross_entropy.capped`.
+    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`. `soft_cap` is that of
+    `cross_entropy.capped`.
     """
     if z_loss and reduction == "none":
         raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")

@@ -36,7 +36,7 @@ def squared(model):
 
 
 def epsilon(model):
-    """Twice the epsilon of all norms; ten times that of nanochat's, on which the logits of a fresh model depend less."""
+    """Twice the epsilon of all norms; ten times nanochat's, on which fresh logits depend less."""
     factor = 10 if model.config.architecture == "nanochat" else 2
     for module in model.modules():
         if hasattr(module, "eps"):

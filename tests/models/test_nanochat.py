@@ -1,4 +1,4 @@
-"""What nanochat has beside `test_llama.py`: its parts are seen in the logits, and everything reads capped logits."""
+"""nanochat beside `test_llama.py`: each part changes the logits, and everything reads capped ones."""
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def test_a_cap_that_is_absent_or_not_positive(tmp_path):
 
 
 def test_a_new_models_padding_token_is_not_frozen():
-    """The class of transformers gives no gradient to the embedding of its `pad_token_id`, by default token 1."""
+    """The class gives no gradient to the embedding of its `pad_token_id`, by default token 1."""
     reference, _ = pair(tiny())
     reference(torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()
     assert reference.model.embed_tokens.weight.grad[1].any()
