@@ -365,10 +365,11 @@ class AnyModel(LanguageModel):
         return loss + self.aux_coefficient * found.aux_loss, figure
 
     def new_cache(self) -> "Cache | None":
-        """Returns an empty KV cache of the class, None if its forward takes none."""
+        """Returns an empty KV cache of the class, None if its forward takes none or one of its own kind."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=self.inner.config) if "past_key_values" in self.accepts else None
+        takes = "past_key_values" in self.accepts and self.inner._supports_default_dynamic_cache()
+        return DynamicCache(config=self.inner.config) if takes else None
 
 
 def documents_cross(

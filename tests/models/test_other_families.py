@@ -49,6 +49,18 @@ def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positio
         assert expected[len(prompt) :] == alone
 
 
+def test_a_class_with_a_cache_of_its_own_reads_its_rows_again():
+    config = family_model("minimax", num_local_experts=2, num_experts_per_tok=1).config
+    model = AnyConfig(config.to_dict()).build().eval()
+    prompts = [[5, 9, 33], [7]]
+    found = list(zip(*tokens(model, prompts, Sampling(6, temperature=0)), strict=True))
+    for prompt, row in zip(prompts, found, strict=True):
+        expected = model.inner.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+        assert expected[0, len(prompt) :].tolist() == list(row)
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 def test_documents_cross_in_any_layer(offset):
     """Jamba's layers are attention or Mamba by their number; attention alone keeps documents apart."""
