@@ -450,6 +450,12 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
         return config_class(name).from_settings(settings, vocab_size)
     directory = Path(name) if Path(name).is_dir() else hub.download(name, ("config.json",))
     shape = read_config(directory, settings.dropout, settings.attn_implementation)
+    for size in ("depth", "n_layer", "n_head", "n_embd"):
+        asked = getattr(settings, size) if size in settings.given else None
+        if asked not in (None, getattr(type(settings), size), getattr(shape, size, None)):
+            raise ValueError(
+                f"--{size} {asked} is not what the config.json of {name} says: leave it out, or change the file"
+            )
     if isinstance(shape, AnyConfig):
         return shape.changed(vocab_size=vocab_size)
     return replace(shape, vocab_size=vocab_size)

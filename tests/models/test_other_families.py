@@ -10,8 +10,9 @@ from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import from_pretrained
+from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf.convert import is_custom, read_config
+from gpt2_accel.hf.convert import configured_shape, is_custom, read_config
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.tools.gguf import write_gguf
@@ -141,6 +142,15 @@ def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path):
     assert losses(run(tiny("resumed", **settings))) == losses(alone)[4:]
     with refused("has weights in bfloat16, not float32: resume with --dtype bfloat16"):
         run(tiny("other", **settings | {"dtype": "float32"}))
+
+
+def test_sizes_beside_a_config_are_refused(tmp_path):
+    family_model("stablelm").config.save_pretrained(tmp_path)
+    flags = ["--architecture", str(tmp_path)]
+    for size, value in (("n_layer", 3), ("depth", 4), ("n_embd", 64)):
+        with refused(f"--{size} {value} is not what the config.json"):
+            configured_shape(parse_config(TrainConfig, [*flags, f"--{size}", str(value)]), 257)
+    assert configured_shape(parse_config(TrainConfig, [*flags, "--n_layer", "2"]), 257).n_layer == 2
 
 
 def test_a_resume_with_another_shape_names_what_differs(tiny, tmp_path):
