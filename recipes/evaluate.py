@@ -6,7 +6,7 @@
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
     accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
-`--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id; `--baselines` takes OpenAI's four.
+`--model` is a run's folder, the directory of any causal language model, or a Hub id; `--baselines` takes OpenAI's four.
 Prints a table with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
 for `core` DCLM's bundle, a folder, a ZIP file or its URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for
 `chat` with `prompt` and `answer`, for `text` a text file.

@@ -3,7 +3,7 @@
     python recipes/sample.py --model runs/quickstart --prompt 'def '
     python recipes/sample.py --model runs/chat_sft --chat true
 
-`--model` is a run's folder, any Hugging Face GPT-2, Llama or Qwen3 directory, or a Hub id such as openai-community/gpt2.
+`--model` is a run's folder, the directory of any causal language model, or a Hub id such as openai-community/gpt2.
 A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--chat` answers each line of the
 terminal, or of a file that is piped in, until its end (Ctrl-D); `--prompt` is then the first line.
 """
