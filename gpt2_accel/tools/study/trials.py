@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from gpt2_accel.runtime.files import digest, read_json_lines, write_file
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.tools.study.children import PACKAGE, ask, settings_of
 
+PARSER = threading.Lock()
 CODE = "code.txt"  # in a run's folder: the fingerprint of the code that trained it
 NOT_TRAINED = {"cli", "generation", "tools"}  # rooms on which no loss depends
 # Launch options that affect results. Runs have those of this process, which `accelerate launch` sets.
@@ -167,7 +169,8 @@ def code_fingerprint(recipe: Path) -> str:
 
 def syntax(source: bytes) -> bytes:
     """Returns the syntax tree of a Python file as text, without docstrings."""
-    return ast.dump(WithoutConstants().visit(ast.parse(source))).encode()
+    with PARSER:  # Python 3.11 fails if two threads build trees at once
+        return ast.dump(WithoutConstants().visit(ast.parse(source))).encode()
 
 
 class WithoutConstants(ast.NodeTransformer):

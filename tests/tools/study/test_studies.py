@@ -258,7 +258,7 @@ def test_children_that_are_killed(data_dir, tmp_path):
     with refused("the process that reads the recipe's settings was killed"):
         children.ask(os._exit, 1)
     script = tmp_path / "recipe.py"
-    script.write_text(FIXED.format(str(ROOT / "tests"), "os.kill(os.getpid(), 9)"))
+    script.write_text(FIXED.format(str(ROOT / "tests"), "os.kill(os.getpid(), 9)", "pass"))
     path = study_file(tmp_path, data_dir, recipe=str(script), variants={"one": {}}, seeds=1)
     done = compare(path, tmp_path / "out", fails=True)
     assert "failed: killed by SIGKILL" in done.stderr
