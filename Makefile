@@ -31,13 +31,14 @@ test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain 
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
-	tests/kernels/test_compile.py tests/tools/study/test_studies.py tests/tools/study/test_workers.py
+	tests/kernels/test_compile.py tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/hf/test_lora_runs.py \
+	tests/recipes/test_changes.py
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)
 
 test-models: .venv/installed-dev  ## all families of transformers that are tested: resumes, two processes, FSDP2, chat: 15 minutes
-	MODELS=long $(BIN)/python -m pytest tests/models/test_any_model.py
+	RELIABILITY=long MODELS=long $(BIN)/python -m pytest tests/models/test_any_model.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
 	INSTALL=long $(BIN)/python -m pytest tests/test_install.py

@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 
-from conftest import refused
+from conftest import long, refused
 from launching import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -17,6 +17,7 @@ from results import read_results
 TINY = {"shape": measure.TINY, "batch_size": 4}
 
 
+@long
 def test_every_contestant_has_a_row_that_follows_from_its_seconds(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # the job's own precision counts
     training = measure.training("tiny", None).jobs

@@ -5,9 +5,11 @@ import subprocess
 import sys
 import sysconfig
 
+from conftest import long
 from launching import ROOT, python
 
 
+@long
 def test_checks_run_on_a_cpu_and_a_failure_does_not_end_the_others(monkeypatch):
     done = python("benchmarks/gpu_checks.py", "none", "resume", "auto_batch", fails=True)
     assert done.stderr.splitlines()[-1] == "failed: none", done.stderr

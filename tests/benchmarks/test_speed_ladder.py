@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import load_recipe, read_json
+from conftest import load_recipe, long, read_json
 from launching import ROOT
 
 from gpt2_accel import GPT, GPTConfig
@@ -40,6 +40,7 @@ def test_hand_written_model_equals_gpt(stored_mask, hand_norm_gelu, bias):
     assert [tuple(mask.shape) for mask in masks] == ([(16, 16)] * 2 if stored_mask else [])
 
 
+@long
 def test_the_command_measures_every_rung_that_the_device_has(tmp_path, monkeypatch, capsys):
     rungs = [ladder.RUNGS[number] for number in (0, 2, 14)]  # TF32 is CUDA's
     monkeypatch.setattr(ladder, "RUNGS", rungs)
@@ -53,6 +54,7 @@ def test_the_command_measures_every_rung_that_the_device_has(tmp_path, monkeypat
     assert rows[2]["gain"] == pytest.approx(last / first) and rows[0]["memory"] > 2**26
 
 
+@long
 def test_a_rung_without_memory_or_with_an_error_is_marked(capfd):
     giant = ladder.measured(replace(TINY, batch_size=2**50), 1, 1)
     assert giant == {"remark": "not enough memory"}

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import make_text, refused, run_recipe
+from conftest import long, make_text, refused, run_recipe
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
@@ -356,6 +356,7 @@ def hub_content(suffix, folder):
     return files
 
 
+@long
 def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_reported(tmp_path):
     def prepared(name, fails=True):
         args = ("hf", name, "--tokenizer", "bytes", "--data_dir", tmp_path / name)

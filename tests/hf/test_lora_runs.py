@@ -10,6 +10,7 @@ import torch
 from conftest import (
     chat_rows,
     contents,
+    long,
     losses,
     make_text,
     metrics,
@@ -250,6 +251,7 @@ def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
         run(tiny("run", lora=4, init_from=str(start / "base")))
 
 
+@long
 def test_two_processes(start, chat_run, tmp_path):
     given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
     launch(

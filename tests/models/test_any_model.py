@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from conftest import (
     as_flags,
     chat_rows,
+    long,
     losses,
     make_text,
     metrics,
@@ -103,6 +104,7 @@ def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp
 
 
 # Dense, fused matrices, experts.
+@long
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["mixtral"])
 def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     start = save_family(kind, tmp_path / "start")

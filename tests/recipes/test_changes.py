@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import as_flags, load_recipe, losses, metrics, reset_accelerate, tiny_config
+from conftest import as_flags, load_recipe, long, losses, metrics, reset_accelerate, tiny_config
 from launching import ROOT, launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -125,6 +125,7 @@ def test_experts_on_two_processes(router, data_dir, tmp_path):
         assert two == pytest.approx(train_on(1), abs=1e-5)
 
 
+@long
 def test_ema_and_another_optimizer_with_fsdp2(data_dir, tmp_path):
     """The average is that of one process, and a resume continues both to the bit."""
     settings = {"max_steps": 6, "save_every": 3, "eval_every": 3, "eval_tokens": 256}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import read_json, refused
+from conftest import long, read_json, refused
 from launching import ROOT, in_process
 
 from gpt2_accel.config import TrainConfig, parse_config
@@ -98,6 +98,7 @@ def test_repeated_data_is_refused_unless_asked_for(data_dir):
     assert grid_of(data_dir, [1e12], None, max_epochs=limit).runs == grid.runs
 
 
+@long
 def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path):
     options = f"--data_dir {data_dir} --n_positions 32 --max_epochs 99 --sizes 5 --eval_tokens 1024".split()
     both = (*options, "--budgets", "1e10", "2e10", "--target_flops", "1e11")

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import LONG, refused, run
+from conftest import LONG, long, refused, run
 from filelock import FileLock, Timeout
 from launching import ROOT, Started, in_process, wait_for
 
@@ -132,6 +132,7 @@ def test_a_dry_run_says_what_is_left(studied, data_dir, tmp_path):
     assert [path.name for path in out.iterdir()] == ["runs.csv"]
 
 
+@long
 def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
     """Kills the driver or one of its trainers at random, 20 times in a long test. The trainers of a dead driver end within
     seconds."""
@@ -319,6 +320,7 @@ def test_a_run_has_the_settings_that_its_recipe_takes_at_its_length(data_dir, mo
     assert found["weight_decay"] == 1.6 and capsys.readouterr().out == ""
 
 
+@long
 def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     parts = {
         "variants": {
@@ -393,6 +395,7 @@ def test_settings_that_the_recipe_refuses_are_named_by_variant(own, words, data_
     assert not (tmp_path / "out").exists()
 
 
+@long
 def test_a_recipe_stays_as_it_was_read_and_its_helpers_are_in_a_runs_identity(data_dir, tmp_path):
     script, rates = tmp_path / "recipe.py", tmp_path / "rates.py"
     rates.write_text("RATE = 1e-3\n")

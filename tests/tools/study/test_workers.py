@@ -65,6 +65,7 @@ def test_the_folder_has_the_results_of_a_driver_that_could_not_record_them(alone
     check(alone, alone)
 
 
+@long
 def test_a_run_that_another_driver_has_is_left_to_it(alone, data_dir, tmp_path):
     out, last = tmp_path / "out", rows(alone)[0]["id"]
     (out / "runs").mkdir(parents=True)
@@ -85,6 +86,7 @@ def test_a_run_that_another_driver_has_is_left_to_it(alone, data_dir, tmp_path):
     check(out, alone)
 
 
+@long
 def test_a_driver_goes_on_with_the_run_of_one_that_was_killed(alone, data_dir, tmp_path):
     path, out = study(tmp_path, data_dir), tmp_path / "out"
     started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=tmp_path / "log")
