@@ -116,7 +116,7 @@ class Preferences:
             self.reference[split] = table.to(accelerator.device)
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
-        """Returns the log-probabilities of all answers by the model as it is, (pairs, 2) for each split, without dropout; sets
+        """Returns the log-probabilities of all answers by the current weights, (pairs, 2) for each split, without dropout; sets
         `run.stopping` if a rank has to stop."""
         found, remote = {}, run.train_loader.streams[0].remote
         for split in ("train", "val"):

@@ -61,7 +61,7 @@ def dry_run(config: TrainConfig) -> str:
     memory = memory_by_part(config, shape, launch, size, logits)
     parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
     needed = sum(memory.values())
-    used = f", of which a token uses {shape.matmul_parameters:,}" if shape.sparse else ""
+    used = f"; a token uses {shape.matmul_parameters:,}" if shape.sparse else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",

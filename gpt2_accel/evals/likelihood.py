@@ -61,7 +61,7 @@ def encode_question(
 
 
 class Row(NamedTuple):
-    """Token ids, of which the first `context` are not predicted."""
+    """Token ids. The first `context` ones are not predicted."""
 
     ids: list[int]
     context: int

@@ -332,7 +332,7 @@ class AnyModel(LanguageModel):
         if documents is None and self.separator is not None and cache is None:
             documents = (input_ids == self.separator).cumsum(dim=1)
         if documents is not None:
-            # Positions that begin anew keep the documents apart; see `crossing`.
+            # Positions that begin anew keep the documents apart; see `documents_cross`.
             position_ids = document_positions(documents, self.config.n_positions)
         elif cache is None:
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many

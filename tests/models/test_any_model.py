@@ -268,8 +268,10 @@ def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
 def test_documents_stay_apart_or_the_class_is_refused(kind, backend, monkeypatch):
     shape = AnyConfig(family_model(kind).config.to_dict())
     assert documents_cross(shape, backend is not None, backend) == (kind == "opt")
-    # Planted: positions that run on.
-    run_on = lambda documents, _: torch.arange(documents.shape[1]).expand_as(documents)  # noqa: E731
+
+    def run_on(documents, n_positions):  # planted
+        return torch.arange(documents.shape[1]).expand_as(documents)
+
     monkeypatch.setattr(any_model, "document_positions", run_on)
     assert documents_cross(shape)
 
