@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.hf import Conversion, DifferentModel, hub
@@ -184,8 +185,10 @@ def save_pretrained(
         if isinstance(model, AnyModel):
             write_any(model, folder, ids, ends, generation)
         elif model.device.type != "meta":
-            tensors = model.state_dict() if custom else to_hf(model)
-            write_safetensors(folder / WEIGHTS, tensors)
+            if custom:  # its buffers have any dtype
+                save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
+            else:
+                write_safetensors(folder / WEIGHTS, to_hf(model))
         if not isinstance(model, AnyModel):
             generation.save_pretrained(folder)
             if not custom:
