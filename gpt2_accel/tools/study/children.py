@@ -143,7 +143,7 @@ def settings_of(
     """
     import gpt2_accel.train
 
-    def capture(config: Any) -> NoReturn:
+    def capture(config: Any, **seams: Any) -> NoReturn:
         raise Captured(config.settings())
 
     gpt2_accel.train.train = capture
