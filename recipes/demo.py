@@ -16,6 +16,7 @@ from gpt2_accel.generation.sampling import load
 from gpt2_accel.runtime.files import sentence
 
 MAX_WAITING = 32  # visitors
+LOCAL = ("127.0.0.1", "localhost")
 
 
 @dataclass
@@ -59,6 +60,7 @@ def main() -> None:
     try:
         import gradio as gr
         from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
 
         from gpt2_accel.tools import pages
     except ImportError as error:
@@ -68,14 +70,17 @@ def main() -> None:
     )
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
     page = new_page(config.model, model, tokenizer, config.examples)
-    names = {config.host, socket.gethostname().lower(), *config.names}
+    names = ["*"]
+    if config.host in LOCAL:  # no other site's name leads here (DNS rebinding)
+        names = [*LOCAL, "*.gradio.live", *config.names]
+    guard = Middleware(TrustedHostMiddleware, allowed_hosts=names)
     page.queue(max_size=MAX_WAITING, api_open=False).launch(
         server_name=config.host,
         server_port=config.port,
         share=config.share,
-        app_kwargs={"middleware": [Middleware(pages.Guard, names=names, share=config.share)]},
+        app_kwargs={"middleware": [guard]},
         max_file_size=1,
-        ssr_mode=False,  # Gradio's Node server would answer in front of the guard
+        ssr_mode=False,  # Gradio's Node server would answer in front of the middleware
         footer_links=[],
         css=pages.CSS,
         # Fonts of the visitor's system: the page loads nothing from other hosts.
