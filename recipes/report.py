@@ -12,8 +12,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.runtime.options import Parser
-from gpt2_accel.tools.report.page import write_report
-from gpt2_accel.tools.report.reader import read_run
+from gpt2_accel.tools.report import read_run, write_report
 
 
 def parse_options() -> argparse.Namespace:

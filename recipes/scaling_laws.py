@@ -16,8 +16,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.hf.loss_plot import require_matplotlib, save_png
 from gpt2_accel.runtime.files import write_file, write_json
-from gpt2_accel.tools.report.figures import require_matplotlib, save_png
 from gpt2_accel.tools.study.engine import Engine, require_scipy
 from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, SIZES, Grid
 from gpt2_accel.tools.study.study_file import StudyOptions

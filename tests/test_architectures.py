@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import pipeline
 
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.tools.report.page import write_report
-from gpt2_accel.tools.report.reader import read_run
+from gpt2_accel.tools.report import read_run, write_report
 
 SIZES = {"n_embd": 48, "n_head": 6}
 

@@ -158,7 +158,7 @@ NOT_RUN = {
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
     "pip install dist/gpt2_accel-*.whl": "tests/test_install.py does",
     "gpt2-accel quickstart": "trains for two minutes",
-    "gpt2-accel doctor": "tests/cli/test_doctor.py does",
+    "gpt2-accel doctor": "tests/tools/test_doctor.py does",
     "gpt2-accel config 8xa100 > my.yaml": "tests/cli/test_command.py does",
     "gpt2-accel config notebook > notebook.ipynb": "tests/cli/test_command.py does",
     "pip install 'matplotlib>=3.9'": "installs",

@@ -1,12 +1,10 @@
-"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of a report."""
+"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of reports and studies."""
 
 import math
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from gpt2_accel.runtime.files import atomic_file, read_json_lines
 
@@ -18,11 +16,16 @@ if TYPE_CHECKING:
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK, FAINT = "#202124", "#d5d7db"
 WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
-LEAST_SPAN = 0.04  # of a vertical axis, as a share of its values: less is noise
 LOSSES = "nats per token: training faint, validation bold"
 LOSS_STYLES = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
 
 Curve = tuple[list[float], list[float], Mapping[str, Any]]  # x, y, properties of the line
+
+
+def require_matplotlib() -> None:
+    """Raises `ValueError` if matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("pictures need matplotlib: pip install 'matplotlib>=3.9'")
 
 
 def draw_loss(run_dir: str | Path, path: str | Path) -> None:
@@ -61,28 +64,23 @@ def chart(
     height: float = 2.2,
     from_zero: bool = False,
 ) -> "Figure":
-    """Draws curves, with a marker at each of few points.
-
-    The vertical axis does not show the initial fall of a curve if it would take more than half of the chart.
-    """
-    from matplotlib.ticker import MaxNLocator
-
+    """Draws curves, with a marker at each of few points. The vertical axis leaves out what is higher in the first
+    twentieth of a curve than in the rest of it."""
     figure, ax = new_figure(title, WIDTH, height)
-    shown = [0.0] if from_zero else []
+    bottom, top = [0.0] if from_zero else [], []
     for x, y, style in curves:
         ax.plot(x, y, marker="o" if len(x) <= 60 else None, markersize=3, **style)
-        rest = y[len(y) // 20 :]
-        falls = y and y[0] > y[-1] and np.ptp(y) > 2 * np.ptp(rest)
-        shown += rest if falls else y
-    low, high = min(shown, default=0.0), max(shown, default=1.0)
-    middle = (low + high) / 2
-    half = 0.55 * max(high - low, LEAST_SPAN * abs(middle)) or 1.0
-    ax.set_ylim(middle - half, middle + half)
+        bottom += y
+        top += y[len(y) // 20 :]
+    if top:
+        low, high = min(bottom), max(top)
+        margin = 0.05 * (high - low) or 1
+        ax.set_ylim(low - margin, high + margin)
     if from_zero:
         ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     ax.set_xlabel(xlabel)
-    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.locator_params("x", nbins=4)
     ax.xaxis.set_major_formatter(lambda value, _: short_number(value, xlabel == "FLOPs"))
     ax.yaxis.set_major_formatter(lambda value, _: short_number(value))
     return figure
@@ -96,13 +94,15 @@ def new_figure(title: str, width: float = 5.0, height: float = 3.2) -> tuple["Fi
     ax = figure.subplots()
     ax.set_title(title, loc="left", fontsize=9, color=INK)
     ax.spines[:].set_visible(False)
-    ax.spines["bottom"].set(visible=True, color=FAINT)
-    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8, length=3)
+    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8)
     ax.xaxis.label.set(color=INK, fontsize=8)
     ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    ax.set_axisbelow(True)
-    ax.patch.set_visible(False)
     return figure, ax
+
+
+def add_legend(ax: "Axes") -> None:
+    """Adds a legend in the style of all charts."""
+    ax.legend(frameon=False, labelcolor=INK, fontsize=8)
 
 
 def save_png(figure: "Figure", path: str | Path) -> None:

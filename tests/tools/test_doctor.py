@@ -1,6 +1,4 @@
-"""`gpt2-accel doctor`: is anything broken that training needs, and which launch config fits?"""
-
-from importlib import metadata
+"""`gpt2-accel doctor`: does training work here, and which launch config fits?"""
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ from gpt2_accel.tools import doctor
 @pytest.fixture
 def lines(monkeypatch, capsys):
     """A function that runs the command without a real compiler, and returns its lines."""
-    monkeypatch.setattr(doctor, "COMPILED", "")
+    monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(doctor, "may_have_gpu", lambda: False)
     monkeypatch.setattr(doctor, "fitting_launch", lambda: ["cpu"])
+    monkeypatch.setattr(machine, "launch_device", lambda: torch.device("cpu"))
     monkeypatch.setenv(OVERRIDES, '{"has_cpp_compiler": true}')
 
     def run():
@@ -33,24 +32,15 @@ def test_this_machine_trains(lines):
     assert device.startswith("cpu, ") and compiler == "torch.compile works"
 
 
-@pytest.mark.parametrize(
-    "needed, message",
-    [
-        (["numpy>=99,<100"], f"numpy {metadata.version('numpy')}: pip install 'numpy<100,>=99'"),
-        (["no-such-package>=1"], "No package metadata was found for no-such-package"),
-    ],
-)
-def test_a_package_that_is_missing_or_of_another_version(needed, message, lines, monkeypatch):
-    monkeypatch.setattr(metadata, "requires", lambda _: [*needed, "matplotlib; extra == 'report'"])
-    with pytest.raises(SystemExit, match=f"^Training does not work here: .*{message}$"):
-        lines()
-
-
 def test_a_gpu_that_torch_cannot_use_and_a_compiler_that_fails(lines, monkeypatch):
+    def fail(function):
+        raise OSError("cc1plus not found")
+
     for module in (doctor, cores):
         monkeypatch.setattr(module, "may_have_gpu", lambda: True)
-    monkeypatch.setattr(machine, "launch_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(doctor, "COMPILED", "raise OSError('cc1plus not found')")
-    _, device, compiler, _ = lines()
+    monkeypatch.setattr(torch, "compile", fail)
+    _, _, device, compiler, _ = lines()
     assert "torch cannot use the GPU: install a build" in device
-    assert "torch.compile fails (OSError: cc1plus not found): install g++" in compiler
+    assert "torch.compile fails (cc1plus not found): install g++" in compiler
+    monkeypatch.setenv(OVERRIDES, '{"has_cpp_compiler": false}')
+    assert "no C++ compiler found" in lines()[3]

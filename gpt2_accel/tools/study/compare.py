@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_accel.evals.results import markdown
-from gpt2_accel.tools.report.figures import short_number
+from gpt2_accel.hf.loss_plot import short_number
 from gpt2_accel.tools.study.engine import Engine
 from gpt2_accel.tools.study.intervals import LEVEL, fisher, holm, judge, plus_minus, reached
 from gpt2_accel.tools.study.study_file import METRICS, WARMUP, StudyFile

@@ -24,10 +24,10 @@ from filelock import FileLock, Timeout
 from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.evals.results import markdown
+from gpt2_accel.hf.loss_plot import short_number
 from gpt2_accel.runtime.files import LOCK, read_json_lines, remove, write_file
 from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
-from gpt2_accel.tools.report.figures import short_number
 from gpt2_accel.tools.study import children
 from gpt2_accel.tools.study.children import LOG
 from gpt2_accel.tools.study.trials import (

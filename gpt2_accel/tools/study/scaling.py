@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.tools.report.figures import COLOURS, add_legend, new_figure, short_number
+from gpt2_accel.hf.loss_plot import COLOURS, add_legend, new_figure, short_number
 from gpt2_accel.tools.study.engine import Engine
 from gpt2_accel.tools.study.law import FittedLaw, fit, loss_of
 from gpt2_accel.tools.study.trials import Trial

@@ -5,18 +5,16 @@ import math
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import read_json, refused, run, tiny_config
 from launching import python
 
-from gpt2_accel.tools.report.page import newest, report_of, write_report
-from gpt2_accel.tools.report.reader import Run, read_run
+from gpt2_accel.tools.report import Run, loss_figures, read_run, report_of, write_report
 
 pytest.importorskip("matplotlib")
-
-from gpt2_accel.tools.report.figures import loss_figure
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -89,13 +87,13 @@ def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
         (place / "evaluation.json").write_text(json.dumps({name: content}))
     first, second = read_run(folder), read_run(runs / "second")
-    page = report_of([first, second]).document
+    page = report_of([first, second])[0]
     assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page
     assert "first: hellaswag: 12 &lt;items&gt;" in page
     assert "old, update 40" in page and "new, update 60" in page
     assert "text/perplexity_per_token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
-    page = report_of([first, second]).document
+    page = report_of([first, second])[0]
     assert "perplexity_per_token" not in page
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json does not hold evaluations"):
@@ -118,29 +116,57 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
 
 def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     def drawn():
-        [axes] = loss_figure([first, second]).axes
+        [axes] = loss_figures([first, second])["loss"].axes
         return [list(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata())]
 
     first, second = read_run(runs / "first"), read_run(runs / "second")
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
-    page = report_of([first, second]).document
+    page = report_of([first, second])[0]
     assert "val/bits_per_byte" in page and "val/perplexity" not in page
     assert "nats per token" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
 
 
-def test_a_figure_of_an_earlier_update_says_so(tmp_path):
-    found = Run(tmp_path, "run", lines=[{"step": 20, "val/loss": 3.5}])
-    assert newest(found, "val/loss") == "3.5000"
-    found.lines.append({"step": 40, "tokens": 5120, "train/loss": 3.4, "train/seconds": 9.0})
-    assert newest(found, "val/loss") == "3.5000 at update 20" and newest(found, "val/none") == ""
-    found.metadata |= {"flops_per_token": 1000, "changes": ["a 1 -> 2 from update 8", "b"]}
-    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in report_of([found]).document
-    assert "<td>5,120</td>" in report_of([found]).document
-    found.status = {"state": "stopped", "step": 50}  # ten updates after the last line of the log
-    page = report_of([found]).document
-    assert "<td>stopped at update 50</td>" in page and "<td>5.12e+06</td>" in page
+@pytest.mark.parametrize("updates", [2, 20, 19_000])
+def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
+    """No chart of one value or of standard errors, no labels that collide; the fall at the start does not flatten the rest."""
+    every = max(1, updates // 20)
+    lines = [
+        {"step": n, "tokens": n * 524_288, "train/loss": 3 + 8 / n, "train/memory_gb": 60.1}
+        for n in range(1, updates + 1)
+    ]
+    for line in lines[every - 1 :: every]:
+        line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
+        line |= {"val/perplexity": 20 + 1e5 / line["step"], "val/rising": 1 - 1 / line["step"]}
+    lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+    run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
+    run.status = {"state": "stopped", "step": updates, "reason": "SIGTERM"}
+    run.metadata["changes"] = ["a 1 -> 2 from update 8", "b"]
+    table, pictures = report_of([run])
+    names = {
+        "loss",
+        "loss-over-flops",
+        "val-loss",
+        "val-perplexity",
+        "val-rising",
+        "train-memory_gb",
+    }
+    assert {*pictures} == names
+    assert "hellaswag/acc<" in table and "0.2500 ± 0.0100" in table
+    assert "val/loss<" in table and "stderr" not in table
+    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in table
+    assert f"<td>stopped at update {updates:,}: SIGTERM</td>" in table
+    for name, figure in pictures.items():
+        renderer, [ax] = figure._get_renderer(), figure.axes
+        for axis in (ax.xaxis, ax.yaxis):
+            labels = [t.get_window_extent(renderer) for t in axis.get_ticklabels()]
+            labels = [box for box in labels if box.width]
+            assert not any(a.overlaps(b) for a, b in pairwise(labels)), name
+    top = {name: figure.axes[0].get_ylim()[1] for name, figure in pictures.items()}
+    assert top["val-rising"] > lines[-1]["val/rising"] and top["train-memory_gb"] > 60.1
+    if updates == 19_000:
+        assert top["val-perplexity"] < 100 and top["loss"] < 4
 
 
 def test_a_report_is_made_of_what_is_there(runs, tmp_path):

@@ -1,1 +1,0 @@
-"""The report of runs: reading their folders, figures, the HTML page."""
