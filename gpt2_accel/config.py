@@ -4,20 +4,26 @@ A recipe subclasses `TrainConfig` to change defaults or to add its own settings,
 processes, precision and compilation are not settings here: they come from the Accelerate config.
 """
 
-import argparse
 import math
-import reprlib
 import sys
-from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
 
 from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
-from gpt2_accel.runtime.files import sentence, write_file
-from gpt2_accel.runtime.options import REMOVED, Parser, parser_of, suggestion, true_or_false
+from gpt2_accel.runtime.files import write_file
+from gpt2_accel.runtime.options import (
+    REMOVED,
+    Parser,
+    check_ranges,
+    convert,
+    load_yaml,
+    parser_of,
+    suggestion,
+    true_or_false,
+)
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
@@ -57,33 +63,6 @@ def setting(default: Any, help: str) -> Any:
 def required(help: str) -> Any:
     """Returns a dataclass field without a default."""
     return setting(MISSING, help)
-
-
-# Name -> the rule in words, and as a condition.
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "positive": ("be at least 1", lambda x: x >= 1),
-    "not_negative": ("not be negative", lambda x: x >= 0),
-    "above_zero": ("be above 0", lambda x: x > 0),
-    "share": ("be between 0 and 1", lambda x: 0 <= x <= 1),
-    "below_one": ("be at least 0 and below 1", lambda x: 0 <= x < 1),
-}
-
-
-def check_ranges(settings: object, **names_of: str) -> None:
-    """Raises `ValueError` for a setting that is out of range, not finite, or too large for 64 bits. None passes.
-
-    Each keyword is a key of `RANGES`; its value is the names of the settings in that range, separated by spaces.
-    """
-    for range_name, names in names_of.items():
-        rule, holds = RANGES[range_name]
-        for name in names.split():
-            value = getattr(settings, name)
-            if value is None:
-                continue
-            if not abs(value) < (2**63 if isinstance(value, int) else math.inf):
-                raise ValueError(f"{name} must be a finite number below 2^63, got {value}")
-            if not holds(value):
-                raise ValueError(f"{name} must {rule}, got {value}")
 
 
 @dataclass
@@ -131,13 +110,15 @@ class TrainConfig:
     n_layer: int = setting(12, "transformer blocks")
     micro_batch_size: int = setting(8, "sequences per device and backward pass, or 'auto'")
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
-    max_steps: int = setting(19073, "updates")
+    max_steps: int = setting(19073, "updates of total_batch_size tokens")
     epochs: float | None = setting(None, "passes over the data, in place of max_steps")
     learning_rate: float = setting(6e-4, "peak learning rate")
     eval_every: int = setting(250, "updates between evaluations; 0 for none")
 
     document_mask: bool = setting(False, "attention stays inside a document; GPT-2's does not")
     sequence_length: int | None = setting(None, "tokens per sequence; default n_positions")
+    ramp_tokens: int = setting(0, "tokens over which the batch grows; 0 for none")
+    ramp_start: int = setting(32, "sequences of the first update of the ramp")
     checkpoint_activations: bool = setting(False, "far less memory, a third more work")
 
     architecture: str | None = setting(
@@ -161,8 +142,11 @@ class TrainConfig:
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the blocks' matrices")
     weight_decay: float = setting(0.1, "decay of matrices and embeddings")
+    beta1: float = setting(0.9, "AdamW's decay of the mean")
     beta2: float = setting(0.95, "AdamW's decay of the squares")
+    adam_eps: float = setting(1e-8, "AdamW's epsilon")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0 for never")
+    spike_z: float = setting(0.0, "skip spikes of X standard deviations; 0 for none")
     lr_schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}, after the warmup")
     warmup_steps: int = setting(715, "updates of linear warmup")
     min_lr_ratio: float = setting(0.1, "last learning rate, as a share of the peak")
@@ -204,12 +188,12 @@ class TrainConfig:
         check_ranges(
             self,
             positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
-            "eval_tokens sample_tokens keep_last depth",
+            "eval_tokens sample_tokens keep_last depth ramp_start",
             not_negative="lora router_aux_loss learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
-            "sample_every save_every keep_every seed micro_batch_size patience profile",
+            "sample_every save_every keep_every seed micro_batch_size patience profile ramp_tokens adam_eps spike_z",
             above_zero="max_hours epochs lora_alpha",
             share="min_lr_ratio decay_share",
-            below_one="beta2 dropout lora_dropout",
+            below_one="beta1 beta2 dropout lora_dropout",
         )
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
@@ -275,7 +259,7 @@ class TrainConfig:
 
         Returns the size, and a note for the user, None if nothing changed. Raises what `batch_schedule` raises.
         """
-        each = self.batch_schedule(processes).sequences // processes
+        each = self.batch_schedule(processes).full // processes
         fitting = halved(size, each)
         if fitting == size:
             return size, None
@@ -287,7 +271,8 @@ class TrainConfig:
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
         """Builds the batch schedule from update `step` on, after `seen` sequences.
 
-        Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`.
+        Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`, or if `ramp_start` does
+        not divide the full batch.
         """
         length = self.tokens_per_sequence
         name = "n_positions" if self.sequence_length is None else "sequence_length"
@@ -298,7 +283,21 @@ class TrainConfig:
                 f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of {name} x "
                 f"processes = {length} x {processes} = {tokens}: try {nearest}, or another --{name}"
             )
-        return BatchSchedule(self.total_batch_size // length, step, seen)
+        full, start = self.total_batch_size // length, self.ramp_start
+        if self.ramp_tokens and (full % start or start % processes):
+            fitting = processes * math.gcd(full // processes, max(1, start // processes))
+            raise ValueError(
+                f"ramp_start ({start} sequences) has to divide the {full} sequences of total_batch_size and to be a multiple "
+                f"of the {processes} processes: try {fitting}"
+            )
+        return BatchSchedule(
+            full,
+            self.max_steps * full,
+            start=start,
+            ramp=self.ramp_tokens // length,
+            step=step,
+            seen=seen,
+        )
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without the `COMMANDS`."""
@@ -401,40 +400,3 @@ def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         elif value:
             raise ValueError(f"{path} has {name}, which is no setting: give it as --{name}")
     return values
-
-
-def convert(path: str, name: str, value: Any, hint: Any) -> Any:
-    """Converts a YAML value to the type `hint`, through words as on the command line: YAML reads 6e-4 as a string.
-
-    Raises `ValueError` if it cannot be converted."""
-    several = get_origin(hint) is list
-    parse, _ = parser_of(name, hint)
-    try:
-        if value is None and type(None) in get_args(hint):
-            return None
-        if value is None or isinstance(value, list) != several:
-            raise ValueError
-        return [parse(str(item)) for item in value] if several else parse(str(value))
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        expected = str(getattr(hint, "__name__", hint)).replace("|", "or")
-        what = f"{name} is {reprlib.repr(value)}, expected {expected}"
-        raise ValueError(f"{path}: {what}") from error
-
-
-def load_yaml(path: str, option: str) -> dict:
-    """Reads the YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{option} {path}: there is no such file")
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {sentence(error)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold settings as `name: value` lines")
-    return values
-
-
-def load_saved(path: Path) -> dict:
-    """Returns the content of a YAML or JSON file of a run's folder; empty if there is none. Raises `ValueError` if it is
-    damaged."""
-    return load_yaml(str(path), "run") if path.exists() else {}

@@ -1,13 +1,12 @@
-"""A training run: what it is, what a checkpoint keeps of it, what the loop and the callbacks call, and its end.
+"""A training run: what it is, what a checkpoint keeps of it, what the loop and the callbacks call.
 
-`setup.py` builds it. All methods are called by all ranks, unless they say otherwise.
+`setup.py` builds it, `lifecycle.py` starts and ends it. All methods are called by all ranks, unless they say otherwise.
 """
 
 import gc
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,52 +14,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
-from gpt2_accel.checkpoint.find import read_state, read_status
-from gpt2_accel.checkpoint.state_dict import TrainingState, full_model, full_tensor, gather_to_host
-from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
+from gpt2_accel.checkpoint.find import read_state
+from gpt2_accel.checkpoint.state_dict import (
+    TrainingState,
+    changed_place,
+    full_model,
+    full_tensor,
+    gather_to_host,
+)
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
-from gpt2_accel.data.shards import UnreadableData, data_fingerprint
+from gpt2_accel.data.shards import data_fingerprint
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.validation import Measure, validation_loss
 from gpt2_accel.hf.comparison import ModelFiles
-from gpt2_accel.hf.convert import check_finite
-from gpt2_accel.hf.hub import MODEL_MANIFEST
-from gpt2_accel.hf.lora import merged
-from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import evaluating_optimizer
-from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.device import device_name, peak_flops
-from gpt2_accel.runtime.files import (
-    check_renames,
-    lock_folder,
-    remove,
-    scratch_directory,
-    sentence,
-    sync,
-    write_json,
-)
-from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard, Diverged
+from gpt2_accel.runtime.files import sync
+from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard
 from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import (
     changed_settings,
     describe_run,
     describe_training,
-    end_summary,
-    start_summary,
 )
 from gpt2_accel.runtime.processes import all_or_none, any_rank, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
-from gpt2_accel.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
 
 Objective = Callable[
     [torch.nn.Module, Batch], torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -100,7 +86,7 @@ class Run:
     of their calls; and the checkpoint to resume, None for a new run.
 
     `schedule` has the sequences of each update, `updates` is their number, other than `max_steps`
-    after a resume with another batch size. `resumes_here` says that the checkpoint is in the run's
+    with a batch-size ramp and after a resume with another batch size. `resumes_here` says that the checkpoint is in the run's
     own folder. `stopping` says that a rank has to stop, and is equal on all ranks; `unevaluated`,
     that an evaluation was due then. `figures` are those of the last update, `problem` is why the
     last bad one was skipped.
@@ -126,7 +112,7 @@ class Run:
         self.run_dir = Path(config.output_dir)
         self.state = RunState()
         self.schedule = config.batch_schedule(accelerator.num_processes)
-        self.guard = AnomalyGuard()
+        self.guard = AnomalyGuard(config.spike_z)
         self.training_state = TrainingState(accelerator, self.model, self.optimizer, self.callbacks)
         # What determines the order of the data.
         self._order = {
@@ -144,7 +130,7 @@ class Run:
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
         self.state.run_id = on_main_process(lambda: self.state.run_id or secrets.token_hex(4))
-        self.updates = self.schedule.updates(config.max_steps)
+        self.updates = self.schedule.updates
         self.metadata = describe_run(self)
         self.stop = StopRequest(config.max_hours)
         self.interrupted = any_rank(accelerator, self._must_stop)
@@ -187,12 +173,13 @@ class Run:
             for name, change in self.changes.items():
                 if name.startswith("lora"):
                     raise ValueError(f"{change}: resume an adapter with its original settings")
-            evaluations = saved.get("guard", saved)  # release 0.4 and older
+            older = saved.get("guard", saved)  # where release 0.4 and older have the rest
+            self.guard.recent = older.get("recent", self.guard.recent)
             self.state = RunState(
                 saved["step"],
                 val_loss=saved["val_loss"],
-                best=evaluations["best"],
-                waited=evaluations["waited"],
+                best=older["best"],
+                waited=older["waited"],
                 changes=saved.get("changes", []) + list(self.changes.values()),
             )
             self.schedule = config.batch_schedule(
@@ -221,6 +208,7 @@ class Run:
             **self._order,
             "position": {"sequences": self.schedule.first(self.step)},
             "settings": self.config.settings(),
+            "recent": self.guard.recent,
             **values,
         }
         # A copy: the owners of lists and dicts go on changing them while the checkpoint is written.
@@ -232,59 +220,11 @@ class Run:
             )
         return tensors, saved
 
-    # What surrounds the loop
-
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        """Runs the block, the loop, with signals, status, log, and the callbacks that are context managers.
-
-        Writes `config.yaml` and `run.json` and prints a summary. If the data can no longer be read, saves a checkpoint.
-        """
-        with ExitStack() as stack:
-            with all_or_none():
-                stack.enter_context(self.stop)
-                if self.accelerator.is_main_process:
-                    stack.enter_context(self.status)
-                    self.config.save(self.run_dir / "config.yaml")
-                    write_json(self.run_dir / "run.json", self.metadata)
-                    print(start_summary(self), *self.changes.values(), sep="\n", flush=True)
-                    self.writer.link(self.step)  # a kill may have prevented it
-                stack.enter_context(self.log)
-            for callback in self.callbacks:
-                if isinstance(callback, AbstractContextManager):
-                    stack.enter_context(callback)
-            stack.enter_context(self.writer)
-            stack.enter_context(self.loader)
-            gc.disable()  # a rank that collects within an update keeps the others waiting
-            stack.callback(gc.enable)
-            self.call("on_train_begin")
-            self.log.write()  # of the step before the first update
-            self.rehearse_save()
-            self.log.resume()
-            try:
-                yield
-            except UnreadableData:  # raised on all ranks
-                self.log.write()
-                self.save()
-                raise
-
     def call(self, event: str, **what: Any) -> None:
         """Calls the method `event` of the callbacks that have it, in their order."""
         for callback in self.callbacks:
             if method := getattr(callback, event, None):
                 method(self, **what)
-
-    def rehearse_save(self) -> None:
-        """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved ends
-        the run before its first update."""
-
-        def rehearse() -> None:
-            with scratch_directory(self.run_dir / "checkpoint-rehearsal") as folder:
-                self.files.save(self.empty, folder, describe_training(self))
-                load_tokenizer(folder)
-
-        self.collect()  # raises for what JSON does not have
-        on_main_process(rehearse)
 
     # What the loop calls
 
@@ -344,8 +284,9 @@ class Run:
         self.problem = problem or self.problem
         self.log.advance(self.step)
         if problem is not None:
-            first = self.schedule.first(self.step - 1)
-            self.log.skipped(problem, self.train_loader.samples(first, self.schedule.sequences))
+            update = self.step - 1
+            first, sequences = self.schedule.first(update), self.schedule.sequences(update)
+            self.log.skipped(problem, self.train_loader.samples(first, sequences))
         if self._unreported:
             self.report_save()
         self.call("on_step_end", skipped=problem is not None)
@@ -458,141 +399,3 @@ class Run:
         with all_or_none():
             if problem := self.writer.bug or self.train_loader.problem:
                 raise problem
-
-
-# The end of a run
-
-
-def changed_place(value: Any, saved: Any, place: str = "the state") -> str:
-    """Returns which entry of a state JSON changes, with its value; empty if it changes none."""
-    if type(value) is dict and type(saved) is dict and value.keys() == saved.keys():
-        found = [changed_place(value[key], saved[key], f"{place} > {key}") for key in value]
-        return next(filter(None, found), "")
-    # As text: NaN equals NaN, and a tuple is not a list.
-    return "" if repr(value) == repr(saved) else f"{place}, {value!r}"
-
-
-def finish(run: Run) -> bool:
-    """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
-
-    Raises `Diverged` if the run has diverged, and the errors of `Run.check_problems`.
-    """
-    config = run.config
-    bad = run.guard.bad_in_a_row
-    if run.diverged:
-        run.state.step -= bad  # the bad updates did not change the weights
-    else:
-        run.check_problems()
-    run.save()
-    if on_main_process(lambda: wait_for_checkpoint(run)):
-        run.report_save()
-    if run.diverged:
-        raise Diverged(
-            f"{bad} updates in a row were skipped, the last because {run.problem}: resume from checkpoint-"
-            f"{run.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
-            f"{config.output_dir}/metrics.jsonl"
-        )
-    run.log.print_line(end_summary(run))
-    finished = run.stops_early or not (run.step < run.updates or run.unevaluated)
-    if run.stops_early:
-        run.log.print_line(
-            f"early stopping: no lower validation loss in {config.patience} evaluations"
-        )
-    if not finished:
-        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # one rank may have it alone
-        reason, requeue = next(stop for stop in stops if stop[0])
-        if run.accelerator.is_main_process:
-            run.status.end("stopped", reason, requeue=requeue)
-        signals.exit_code = run.stop.exit_code
-        run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
-    else:
-        export_model(run)
-    run.call("on_train_end", finished=finished)
-    run.log.write()
-    return finished
-
-
-def wait_for_checkpoint(run: Run) -> bool:
-    """Waits until the last checkpoint is on disk. Returns whether it is not yet reported to the callbacks. Raises `OSError`
-    if it could not be written."""
-    if error := run.writer.join():
-        message = f"the last checkpoint could not be written: {sentence(error)}"
-        raise OSError(message) from error
-    return run.writer.written is not None
-
-
-def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and
-    marks the run as finished.
-
-    Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
-    """
-    config = run.config
-    plain = run.copied_model()
-    if plain is None:  # not the main process
-        return
-    check_finite(plain, f"the model after update {run.step}")
-    training = describe_training(run)
-    try:
-        run.files.compared = False
-        if config.lora:
-            run.files.save(plain, run.run_dir / "adapter", training)
-            plain = merged(plain)
-        run.files.save(plain, run.run_dir, training)
-        write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
-    except OSError as error:
-        raise OSError(
-            f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
-            "space or make it writable, then continue from the last checkpoint with --resume_from latest"
-        ) from error
-    # Before the status: a complete run that is started again removes nothing.
-    run.writer.rotate(run.step)
-    run.status.end("finished")
-
-
-def is_complete(run: Run) -> bool:
-    """Whether the run is finished at this step and its final model is written. Prints that no update
-    is left to do.
-
-    Raises `ValueError` if settings were given that the complete run does not have."""
-    run_dir = run.run_dir
-
-    def has_finished() -> bool:
-        status = read_status(run_dir)
-        found = status.get("state"), status.get("step")
-        return found == ("finished", run.step) and any(run_dir.glob("model*.safetensors"))
-
-    if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
-        return False
-    text = (
-        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
-        "--epochs or --patience to go on"
-    )
-    unused = [change for name, change in run.changes.items() if name in run.config.given]
-    if unused:
-        raise ValueError(
-            f"{text}, or choose another --output_dir: {', '.join(unused)} was not used"
-        )
-    run.accelerator.print(text)
-    return True
-
-
-@contextmanager
-def lock_run_dir(config: TrainConfig) -> Iterator[None]:
-    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
-    that a kill left.
-
-    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
-    Raises the errors of `lock_folder` on all ranks.
-    """
-    with ExitStack() as stack:
-
-        def lock() -> None:
-            wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
-            stack.enter_context(lock_folder(config.output_dir, wait=wait))
-            check_renames(Path(config.output_dir))
-            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
-                remove(partial)
-
-        on_main_process(lock)
-        yield

@@ -22,13 +22,12 @@ from gpt2_accel.callbacks import (
     Trackers,
     check_callback,
 )
-from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
-from gpt2_accel.config import ARCHITECTURES, AUTO, PATHS, TrainConfig
+from gpt2_accel.checkpoint.find import find_checkpoint
+from gpt2_accel.config import AUTO, PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     check_pairs,
-    check_tokenizer,
     data_fingerprint,
     load_data_tokenizer,
     read_manifest,
@@ -41,24 +40,15 @@ from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import hub_items, read_items
 from gpt2_accel.evals.validation import Measure, token_losses, validation_loss
+from gpt2_accel.first_model import NewModel, adapt, build_model, document_separator
 from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
-from gpt2_accel.hf.chat_template import extends, with_rows
-from gpt2_accel.hf.convert import (
-    check_finite,
-    configured_shape,
-    from_pretrained,
-    is_custom,
-    load_weights,
-    local_directory,
-)
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
-from gpt2_accel.hf.lora import add_lora, describe_lora, set_base_dtype
+from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.models import (
     LanguageModel,
     ModelConfig,
     Trainable,
-    check_loaded,
     skeleton,
 )
 from gpt2_accel.models.any_model import AnyModel, documents_cross
@@ -66,13 +56,10 @@ from gpt2_accel.optim import build_optimizer
 from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import prepare
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-from gpt2_accel.tokenizer import document_marks, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], Trainable]
-"""(settings, the tokenizer of the data) -> a model."""
 CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
 
 
@@ -156,22 +143,6 @@ def setup(
     )
 
 
-def adapt(model: LanguageModel, config: TrainConfig) -> None:
-    """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
-    dtype = getattr(torch, config.dtype)
-    if config.lora:
-        set_base_dtype(model, dtype)
-    else:
-        model.to(dtype)
-    model.checkpoint_activations = config.checkpoint_activations
-    if config.router_aux_loss is not None:
-        if not getattr(model, "aux_coefficient", 0):
-            raise ValueError(
-                "the model has no load balancing loss of experts: leave out --router_aux_loss"
-            )
-        model.aux_coefficient = config.router_aux_loss
-
-
 def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerator) -> None:
     """Raises `ValueError` if a class of `transformers` does not keep the documents of a row apart, with the run's attention,
     compilation and activation checkpointing. The main process tries it."""
@@ -198,19 +169,15 @@ def is_dry_run(config: TrainConfig) -> bool:
 
 
 def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds the optimizer that the settings describe, of the parameters that are trained."""
-    optimizer = build_optimizer(
+    """Builds the optimizer that the settings describe."""
+    return build_optimizer(
         model,
         config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
-        betas=(0.9, config.beta2),
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
     )
-    for group in optimizer.param_groups if config.lora else []:
-        names = zip(group["param_names"], group["params"], strict=True)
-        group["param_names"] = [name for name, parameter in names if parameter.requires_grad]
-        group["params"] = [p for p in group["params"] if p.requires_grad]
-    return optimizer
 
 
 def own_callbacks(
@@ -266,132 +233,6 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
                     f"process {accelerator.process_index} has the {name} {value!r}, the main process {expected[name]!r}: "
                     "start all with the same settings, and put --data_dir and --output_dir on a disk that all nodes share"
                 )
-
-
-def build_model(
-    config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    checkpoint: Path | None,
-    given: "Trainable | NewModel | None",
-) -> LanguageModel:
-    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
-    their weights.
-
-    `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
-    """
-    source = checkpoint or config.init_from
-    if config.lora and (source is None or given is not None):
-        raise ValueError(
-            "--lora trains an adapter of a published or trained model: name it by --init_from"
-        )
-    if given is not None and not isinstance(given, torch.nn.Module):
-        given = given(config, tokenizer)
-    wanted = config.architecture
-    if given is not None and wanted in ARCHITECTURES and given.config.architecture != wanted:
-        raise ValueError(
-            f"--architecture {wanted} is not that of the given model, {given.config.architecture}: leave it out"
-        )
-    if source is None:
-        model = given or configured_shape(config, len(tokenizer)).build()
-    else:
-        # `find_checkpoint` has checked a checkpoint to resume.
-        directory = verified_directory(source, checkpoint is None, "use another checkpoint")
-        merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
-        model = load_model(config, tokenizer, Path(local_directory(directory)), given, merge)
-    n_positions = model.config.n_positions
-    config.fit_positions(n_positions)
-    length = config.tokens_per_row
-    if length > n_positions:
-        other = "choose another --init_from" if config.init_from else "raise --n_positions"
-        raise ValueError(
-            f"sequence_length ({length}) exceeds n_positions ({n_positions}): lower --sequence_length or {other}"
-        )
-    return model
-
-
-def load_model(
-    config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    source: Path,
-    given: LanguageModel | None,
-    merge: bool,
-) -> LanguageModel:
-    """Loads the model of a directory, or its weights into the `given` model. If the data holds conversations, it gets rows for the tokens that the data's
-    `tokenizer` has in addition.
-
-    Raises `ValueError` if it does not fit the tokenizer or the settings."""
-    if given is None and is_custom(source):  # of changed code, which only the user has
-        given = configured_shape(config, len(tokenizer)).build()
-    if given is not None:
-        model = given
-        load_weights(model, source)
-    else:
-        lora = bool(config.lora)
-        model = from_pretrained(
-            source,
-            0.0 if lora and "dropout" not in config.given else config.dropout,
-            attention=config.attn_implementation,
-            reason="--lora" if lora else None,
-            merge=merge,
-        )
-    rows: Sequence[int] = ()
-    check_finite(model, source)
-    if (source / "tokenizer.json").exists() and not config.ignore_changes:
-        own = load_tokenizer(source)
-        packed = read_manifest(config.data_dir).get("sequence_length")
-        if given is None and packed and extends(tokenizer, own):
-            rows = range(len(own), len(tokenizer))
-            model = with_rows(model, len(own), len(tokenizer))
-        else:
-            check_tokenizer(config.data_dir, own, source)
-    # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
-    if model.config.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was tokenized with one of "
-            f"{len(tokenizer)}: prepare the text with the model's tokenizer, in another --data_dir"
-        )
-    if given is not None:
-        return model
-    if config.lora and not model.adapter:
-        local = Path(config.init_from).is_dir()
-        add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
-    if config.init_from is not None:
-        check_loaded(config, model.config)
-    elif not config.ignore_changes:
-        wanted = shape_values(configured_shape(config, len(tokenizer)))
-        found = shape_values(model.config)
-        differing = [
-            f"{name} {found[name]} instead of {value}"
-            for name, value in wanted.items()
-            if name in found and found[name] != value
-        ]
-        if differing:
-            raise ValueError(
-                f"{source} has {', '.join(differing)}: resume with the original values, or choose "
-                "another --output_dir for a new model"
-            )
-    return model
-
-
-def shape_values(shape: ModelConfig) -> dict[str, Any]:
-    """Returns the values by which shapes are compared, by name; of a class of `transformers` those of its `config.json`."""
-    values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
-    own = values.pop("values", {})
-    return {"architecture": shape.architecture} | values | own
-
-
-def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Returns the token id that separates the documents of the data. Raises `ValueError` if none
-    does, or an unknown token's, as in data of 0.4, or if the parts of a mixture have different
-    ones."""
-    found = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
-    begin, end = document_marks(tokenizer)
-    if len(found) > 1 or not found <= set(begin + end):
-        raise ValueError(
-            f"document_mask needs a token that separates all documents, which those of {data_dir} do not have: leave it "
-            "out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
-        )
-    return found.pop()
 
 
 def build_loaders(

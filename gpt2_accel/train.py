@@ -1,27 +1,26 @@
 """The training loop: `train` builds a run, `run_updates` trains it, `finish` ends it.
 
-`run.py` has what a run is, `callbacks.py` what happens between updates, such as evaluations and checkpoints, and `setup.py`
-builds all parts.
+`run.py` has what a run is, `callbacks.py` what happens between updates, such as evaluations and checkpoints, `setup.py`
+builds all parts. `lifecycle.py` has the start and the end of a run.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
+from gpt2_accel.first_model import NewModel
+from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import Trainable
 from gpt2_accel.optim import set_learning_rate, set_training
-from gpt2_accel.run import Objective, Run, finish, is_complete, lock_run_dir
+from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.signals import lasting_output
-from gpt2_accel.setup import NewModel, is_dry_run, setup
-
-if TYPE_CHECKING:
-    pass
+from gpt2_accel.setup import is_dry_run, setup
 
 
 def next_token_loss(
@@ -64,7 +63,7 @@ def train(
             run = setup(config, accelerator, model, objective, optimizer, callbacks)
             finished = is_complete(run)
             if not finished:
-                with run.started():
+                with started(run):
                     run_updates(run)
                     finished = finish(run)
         close(accelerator)
@@ -73,17 +72,17 @@ def train(
 
 def run_updates(run: Run) -> None:
     """Trains until the last update, until early stopping or divergence ends the run, or until it has to stop."""
-    config, accelerator, schedule = run.config, run.accelerator, run.schedule  # of the data
+    config, accelerator, schedule = run.config, run.accelerator, run.schedule
     model, optimizer = run.model, run.optimizer
     model.train()
     set_training(optimizer, True)
     while run.goes_on():
         # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-        first = schedule.first(run.step)  # sequence in the order of the data
-        lr = config.learning_rate_at(first / schedule.sequences)
+        first, sequences = schedule.first(run.step), schedule.sequences(run.step)  # of the data
+        lr = config.learning_rate_at(first / schedule.full)
         set_learning_rate(optimizer, lr, config.learning_rate)
         torch.manual_seed(int(hash64(config.seed, run.step, accelerator.process_index)[0]))
-        figures = accumulate_gradients(run, first, schedule.sequences)
+        figures = accumulate_gradients(run, first, sequences)
         if figures is None:  # a rank has to stop: the unfinished update is dropped
             break
         grad_norm = accelerator.clip_grad_norm_(

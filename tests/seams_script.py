@@ -1,6 +1,7 @@
 """A run with an own part, for tests: `CASE` names one of `CASES`. With `FSDP` it is sharded by FSDP2."""
 
 import os
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from gpt2_accel import cli
 from gpt2_accel.checkpoint.state_dict import full_tensor, unwrap
 from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.device import is_shard
 from gpt2_accel.train import next_token_loss, train
 
@@ -70,7 +72,30 @@ def drawn(model, batch):
     return next_token_loss(model, batch), {"draw": torch.rand(())}
 
 
+def noisy(update, rank="0"):
+    """The default loss; the micro-batch number `update` of a rank, from 0 on, is noise."""
+    calls = count()
+
+    def objective(model, batch):
+        if next(calls) == update and rank == RANK:
+            noise = torch.Generator().manual_seed(0)
+            tokens = torch.randint(0, 257, batch.targets.shape, generator=noise)
+            batch = batch._replace(targets=tokens.to(batch.targets.device))
+        return next_token_loss(model, batch)
+
+    return objective
+
+
+class Weights:
+    """Saves the weights of each rank, in the run's folder."""
+
+    def on_train_end(self, run, finished):
+        weights = unwrap(run.accelerator, run.model).state_dict()
+        save_file(weights, run.run_dir / f"weights-{RANK}.safetensors")
+
+
 CASES = {
+    "noise": {"objective": noisy(20, rank="1"), "callbacks": [Weights()]},
     "stop": {"callbacks": [Stops()]},
     "names": {"objective": named},
     "default": {"callbacks": [Gradients()]},
@@ -85,6 +110,7 @@ def main() -> None:
     if "FSDP" in os.environ:
         PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    guard.WINDOW = int(os.environ.get("WINDOW", guard.WINDOW))
     train(parse_config(TrainConfig), **CASES[os.environ["CASE"]])
 
 

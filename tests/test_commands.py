@@ -74,6 +74,7 @@ LOCAL = {
         "--eval_tokens 256"
     ),
     "python recipes/export.py --model runs/quickstart --output quickstart.gguf": "",
+    "python recipes/export.py --model runs/quickstart --average 2 --output runs/average": "",
     "python recipes/chat_sft.py --model runs/quickstart --data my_chats.jsonl": CHAT,
     "python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model "
     "openai-community/gpt2 --sequence_length 1024 --data_dir data/smoltalk": (

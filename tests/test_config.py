@@ -59,11 +59,11 @@ def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
 def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
     with refused("--eval_only: it was taken back"):
         parse_config(Recipe, ["--eval_only"])
-    old = {"license": None, "ramp_start": 32, "ramp_tokens": 512, "dropout": 0.1}
+    old = {"license": None, "device": None, "gather_fp32": True, "dropout": 0.1}
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
     assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]).dropout == 0.1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("ramp_tokens was taken back and has no effect")
+    assert line.endswith("gather_fp32 was taken back and has no effect")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,8 @@ def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
             "max_steps and epochs both give the length of a run: leave one out",
         ),
         (["--output_dir", ""], "output_dir is empty: give the path of a folder"),
-        (["--beta1", "0.8"], "--beta1: it was taken back, CHANGELOG.md says"),
+        (["--max_bad_steps", "8"], "--max_bad_steps: it was taken back, CHANGELOG.md says"),
+        (["--beta1", "1"], "beta1 must be at least 0 and below 1"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )
@@ -150,7 +151,7 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypa
     titles = sections[1::2]
     assert __doc__.partition("\n")[0] in " ".join(sections[0].split())
     assert titles == ["options", "this recipe", *SECTIONS.values()]
-    assert len(text.splitlines()) < 110 and max(map(len, text.splitlines())) < 80
+    assert len(text.splitlines()) < 115 and max(map(len, text.splitlines())) < 80
     by_title = {
         title: " ".join(body.split()) for title, body in zip(titles, sections[2::2], strict=True)
     }

@@ -21,7 +21,7 @@ ROOMS = """
     estimate
     runtime
     run preferences
-    callbacks
+    callbacks lifecycle first_model
     setup
     train
     tools
@@ -29,7 +29,16 @@ ROOMS = """
     __main__
 """
 LEVELS = {room: n for n, line in enumerate(ROOMS.splitlines()) for room in line.split()}
-USE_ACCELERATE = {"run", "setup", "callbacks", "runtime", "checkpoint", "evals", "estimate"}
+USE_ACCELERATE = {
+    "run",
+    "lifecycle",
+    "setup",
+    "callbacks",
+    "runtime",
+    "checkpoint",
+    "evals",
+    "estimate",
+}
 
 
 def room_of(module: str) -> str:

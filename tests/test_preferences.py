@@ -356,7 +356,7 @@ def test_pairs_do_not_go_into_a_run_of_sft_and_conversations_are_no_pairs(
 
 
 def test_two_at_once_are_one(pairs, start, tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2_accel.run.GRACE_OF_HOLDER", 0.1)
+    monkeypatch.setattr("gpt2_accel.lifecycle.GRACE_OF_HOLDER", 0.1)
     with lock_folder(tmp_path / "run"), refused("another process"):
         run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=pairs))
 

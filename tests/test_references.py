@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import losses, run
+from conftest import as_flags, losses, metrics, run
+from launching import launch
 from transformers import (
     GPT2LMHeadModel,
     TemperatureLogitsWarper,
@@ -18,56 +19,95 @@ from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.generation.sampling import Sampling, choose
 from gpt2_accel.tokenizer import byte_tokenizer
 
-UPDATES, WARMUP, PEAK = 20, 3, 3e-3
+WARMUP, PEAK = 3, 3e-3
 
 
-def nanogpt_rate(step):
+def nanogpt_rate(step, updates):
     """nanoGPT's learning rate: linear warmup, then cosine decay to a tenth."""
     if step < WARMUP:
         return PEAK * (step + 1) / (WARMUP + 1)
-    share = (step - WARMUP) / (UPDATES - WARMUP)
+    share = (step - WARMUP) / (updates - WARMUP)
     return PEAK / 10 + 0.5 * (1 + math.cos(math.pi * share)) * (PEAK - PEAK / 10)
 
 
-def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, tmp_path):
+@pytest.fixture
+def start(tmp_path):
     torch.manual_seed(0)
     save_pretrained(GPT(GPTConfig(257, 32, 2, 2, 32)), tmp_path / "start", byte_tokenizer())
-    lines = run(
-        tiny(
-            "run",
-            init_from=str(tmp_path / "start"),
-            max_steps=UPDATES,
-            warmup_steps=WARMUP,
-            learning_rate=PEAK,
-            total_batch_size=8 * 32,  # two micro-batches
-        )
-    )
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "start", dtype=torch.float32)
+    return str(tmp_path / "start")
+
+
+def plain_losses(start, data_dir, sizes, updates):
+    """The losses of a plain loop around transformers, with updates of `sizes` sequences. The schedule is that of `updates` updates
+    of as many as the largest."""
+    model = GPT2LMHeadModel.from_pretrained(start, dtype=torch.float32)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-5)
     loader = TrainLoader(
         open_split(data_dir, "train"), sequence_length=32, micro_batch_size=4, seed=1337
     )
-    expected = []
-    for step in range(UPDATES):
+    expected, seen = [], 0
+    for size in sizes:
         total = 0.0
-        for input_ids, targets, *_ in loader.update(step * 8, 8):
+        for input_ids, targets, *_ in loader.update(seen, size):
             logits = model(input_ids).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 2
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / (size / 4)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(step)
+            group["lr"] = nanogpt_rate(seen / max(sizes), updates)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total)
-    assert losses(lines) == pytest.approx(expected, abs=2e-5)
+        seen += size
     assert expected[-1] < expected[0] - 0.5
+    return expected
+
+
+def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, start):
+    settings = {"max_steps": 20, "total_batch_size": 8 * 32, "beta1": 0.8, "adam_eps": 1e-5}
+    config = tiny("run", init_from=start, warmup_steps=WARMUP, learning_rate=PEAK, **settings)
+    expected = plain_losses(start, data_dir, [8] * 20, 20)  # two micro-batches each
+    assert losses(run(config)) == pytest.approx(expected, abs=2e-5)
+
+
+# The batch ramp of GPT-3: from 4 to 16 sequences over 260, in steps of 4. 36 full updates have 576 sequences.
+RAMP = [4] * 22 + [8] * 11 + [12] * 7 + [16] * 19 + [12]
+
+
+def test_a_batch_ramp_equals_a_plain_loop_on_any_number_of_processes(
+    tiny, data_dir, start, tmp_path, monkeypatch
+):
+    settings = {"max_steps": 36, "total_batch_size": 16 * 32, "beta1": 0.8, "adam_eps": 1e-5}
+    settings |= {"ramp_tokens": 260 * 32, "ramp_start": 4, "warmup_steps": WARMUP}
+    settings |= {"learning_rate": PEAK, "init_from": start, "micro_batch_size": 8}
+    expected = plain_losses(start, data_dir, RAMP, 36)
+    positions = [sum(RAMP[:step]) for step in range(61)]
+    assert positions[-1] == 36 * 16
+    flags = as_flags(tiny("two", **settings, save_every=28, keep_last=9))
+    launch("tests/train_script.py", *flags, processes=2)
+    read, update = [], TrainLoader.update
+
+    def watched(self, *args):
+        read.append(args)
+        return update(self, *args)
+
+    monkeypatch.setattr(TrainLoader, "update", watched)
+    one = tiny("one", **settings)
+    resumed = tiny("resumed", **settings, resume_from=str(tmp_path / "two/checkpoint-28"))
+    for config, first in ((one, 0), (resumed, 28)):
+        read.clear()
+        lines = run(config)
+        assert losses(lines) == pytest.approx(expected[first:], abs=2e-5)
+        assert read == list(zip(positions[:-1], RAMP, strict=True))[first:]
+    lines = metrics(tmp_path / "two")
+    assert losses(lines) == pytest.approx(expected, abs=2e-5)
+    assert [line["tokens"] for line in lines] == [32 * position for position in positions[1:]]
 
 
 @pytest.mark.parametrize(

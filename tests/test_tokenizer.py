@@ -33,10 +33,10 @@ from gpt2_accel.data.sources import texts
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import encode_question
 from gpt2_accel.evals.perplexity import TextPerplexity
+from gpt2_accel.first_model import document_separator
 from gpt2_accel.generation.sampling import encode_prompt
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
 from gpt2_accel.hf.convert import special_ids
-from gpt2_accel.setup import document_separator
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_symbols,

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_accel.config import load_saved
 from gpt2_accel.hf import hub
 from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
+from gpt2_accel.runtime.options import load_saved
 
 STATE = "training_state"
 MANIFEST = f"{STATE}/manifest.json"

@@ -25,6 +25,7 @@ from gpt2_accel.data.shards import (
     UnreadableData,
     read_parts,
 )
+from gpt2_accel.optim import halved
 from gpt2_accel.runtime.files import sentence
 
 
@@ -264,10 +265,11 @@ class TrainLoader(Loader):
         self._fetched = 0  # positions whose remote shards are being fetched
 
     def micro_batches(self, sequences: int) -> int:
-        """Returns the number of micro-batches of one rank in an update of `sequences` sequences."""
-        count, rest = divmod(sequences, self.world_size * self.micro_batch_size)
-        assert count and not rest, (sequences, self.world_size, self.micro_batch_size)
-        return count
+        """Returns the number of micro-batches of one rank in an update of `sequences` sequences. Their size is
+        `micro_batch_size`, halved until it divides the rank's part, which may be smaller in a batch-size ramp."""
+        own, rest = divmod(sequences, self.world_size)
+        assert own and not rest, (sequences, self.world_size)
+        return own // halved(self.micro_batch_size, own)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
@@ -276,7 +278,7 @@ class TrainLoader(Loader):
         CPU. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
         not be read.
         """
-        size = self.micro_batch_size
+        size = sequences // self.world_size // self.micro_batches(sequences)
         begin, end = max(first, self._fetched), first + sequences + AHEAD
         if begin < end and any(stream.remote for stream in self.streams):
             self.fetch_ahead(self.order(begin, end - begin))

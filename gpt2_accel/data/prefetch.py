@@ -40,7 +40,7 @@ class PrefetchLoader(AbstractContextManager):
         self.micro_batches = loader.micro_batches
         first, size = schedule.first, schedule.sequences
         self._firsts = map(first, steps)
-        batches = (batch for step in steps for batch in loader.update(first(step), size))
+        batches = (batch for step in steps for batch in loader.update(first(step), size(step)))
         self._batches = prefetch(batches, device)
 
     def __exit__(self, *_) -> None:

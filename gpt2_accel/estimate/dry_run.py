@@ -5,7 +5,7 @@ from pathlib import Path
 
 from accelerate.utils import parse_flag_from_env
 
-from gpt2_accel.config import TrainConfig, load_yaml
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import Launch, memory_by_part
@@ -14,6 +14,7 @@ from gpt2_accel.hf.convert import configured_shape, read_config
 from gpt2_accel.models import ModelConfig, check_loaded
 from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.runtime.files import readable_size
+from gpt2_accel.runtime.options import load_yaml
 from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
@@ -49,6 +50,7 @@ def dry_run(config: TrainConfig) -> str:
     length = config.tokens_per_sequence
     devices, precision = launch.num_processes, launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
+    updates = config.batch_schedule(devices).updates
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, config.tokens_per_row)
     gpus = [gpu] if gpu else DEVICES
@@ -65,7 +67,7 @@ def dry_run(config: TrainConfig) -> str:
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",
-        f"training      {config.max_steps:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
+        f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.is_fsdp2 else ''}",
         f"memory        {readable_size(needed)} per device{f' of {readable_size(GPUS[gpu].memory)}' if gpu else ''}: {parts}; "
         f"micro-batch {size} x {length}, before compilation",

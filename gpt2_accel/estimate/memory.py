@@ -143,7 +143,7 @@ def fitting_batch_size(
         parts = memory_by_part(config, shape, accelerator, size, at_once)
         return sum(parts.values()) - parts["weights"]  # which are there
 
-    each = config.batch_schedule(processes).sequences // processes
+    each = config.batch_schedule(processes).full // processes
     sizes = [size for size in range(1, each + 1) if each % size == 0]
     # On a CPU the processes share the machine's memory.
     free = free_memory(device) // (1 if device.type == "cuda" else processes)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.formulas import accuracy, choice_accuracy
 from gpt2_accel.evals.items import read_items
 from gpt2_accel.evals.likelihood import Question, log_likelihoods
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import first_line
+from gpt2_accel.runtime.options import load_yaml
 from gpt2_accel.tokenizer import encode, text_start
 
 if TYPE_CHECKING:

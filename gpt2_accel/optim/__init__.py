@@ -1,4 +1,4 @@
-"""The optimizer of a model, and the schedules of the learning rate and the data.
+"""The optimizer of a model, and the schedules of the learning rate and the batch size.
 
 Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer, so a resume needs
 only the step, and there is no scheduler object to prepare or to save.
@@ -9,7 +9,6 @@ The settings of a run import this module, so the functions that need torch impor
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of update `step`, which counts from 0.
 
-    `step` counts updates of the full batch. After a resume with another batch size it may be a fraction, so that the
-    rate is a function of the tokens.
+    `step` counts updates of the full batch. It may be a fraction: during a batch-size ramp, and after a resume with another
+    batch size. So the rate is a function of the tokens.
 
     Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
     - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
@@ -55,26 +54,49 @@ def learning_rate(
     return peak * (min_ratio + (1 - min_ratio) * remaining)
 
 
-@dataclass
 class BatchSchedule:
-    """Updates of `sequences` sequences each, from update `step` on, before which the run has seen `seen` sequences.
+    """The batch size of each update in sequences, from update `step` on, before which the run has seen `seen` sequences.
 
-    A resume with another batch size starts a new schedule at its step.
+    It is `full`, or with `ramp` grows linearly from `start` to `full` over the first `ramp` sequences, in multiples of
+    `start`, which divides `full` (as in GPT-3: Brown et al., 2020, arXiv:2005.14165, appendix B, from 32k tokens over the
+    first 4 to 12 billion). It is a function of the sequences seen, so a resume goes on with the same batches.
+
+    `updates` is the number of updates, from the start of the run, that see `total` sequences. With a ramp the last one may be
+    smaller, so that it does not exceed them. Without one it is full, also where a resume has another batch size.
     """
 
-    sequences: int
-    step: int = 0
-    seen: int = 0
+    def __init__(
+        self,
+        full: int,
+        total: int,
+        *,
+        start: int = 0,
+        ramp: int = 0,
+        step: int = 0,
+        seen: int = 0,
+    ):
+        self.full, self.step = full, step
+        left = max(0, total - seen)
+        left += -(left % start) if ramp else -left % full
+        self.end = seen + left
+        self.firsts = [seen]  # the first sequence of each update of the ramp, and of the next
+        while seen < min(ramp, self.end):
+            size = start + (full - start) * seen // ramp
+            seen = min(seen + size // start * start, self.end)
+            self.firsts.append(seen)
+        self.ramped = step + len(self.firsts) - 1  # updates at the end of the ramp
+        self.updates = self.ramped + -(-(self.end - seen) // full)
 
     def first(self, step: int) -> int:
         """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
         assert step >= self.step, (step, self.step)
-        return self.seen + (step - self.step) * self.sequences
+        if step < self.ramped:
+            return self.firsts[step - self.step]
+        return min(self.firsts[-1] + (step - self.ramped) * self.full, self.end)
 
-    def updates(self, full_updates: int) -> int:
-        """Returns the updates, from the start of the run, that see at least `full_updates` x `sequences` sequences."""
-        left = full_updates * self.sequences - self.seen
-        return self.step + max(0, -(-left // self.sequences))
+    def sequences(self, step: int) -> int:
+        """Returns the batch size of update `step`."""
+        return self.first(step + 1) - self.first(step)
 
 
 def halved(size: int, total: int) -> int:
@@ -117,9 +139,10 @@ def build_optimizer(
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
 ) -> "torch.optim.Optimizer":
-    """Builds the optimizer. `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the
-    other parameters.
+    """Builds the optimizer of the parameters that are trained. `adamw` is fused AdamW; `muon` is Muon for the matrices of the
+    blocks and AdamW for the other parameters.
 
     Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains (as in the GPT-3 paper and
     nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
@@ -132,18 +155,22 @@ def build_optimizer(
 
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
-    hidden = dict(hidden_matrices(model)) if name == "muon" else {}
-    others = [(n, p) for n, p in model.named_parameters() if n not in hidden]
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = {n for n, _ in hidden_matrices(model)} if name == "muon" else set()
+    hidden = [(n, p) for n, p in trained if n in matrices]
+    others = [(n, p) for n, p in trained if n not in matrices]
     groups = [
         {"params": [(n, p) for n, p in others if p.ndim >= 2]},
         {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if name == "muon":
+        groups.insert(0, {"params": hidden, "muon": True})
     groups = [group for group in groups if group["params"]]  # torch refuses an empty one
+    adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
-    groups.insert(0, {"params": list(hidden.items()), "muon": True})
+        return torch.optim.AdamW(groups, fused=True, **adamw)
     stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
-    return Muon(groups, stacked, lr=lr, betas=betas, weight_decay=weight_decay)
+    return Muon(groups, stacked, **adamw)
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:

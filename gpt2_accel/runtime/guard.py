@@ -1,12 +1,14 @@
-"""Skips non-finite updates."""
+"""Skips updates that are not finite, and spikes."""
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 
 MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
 # The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
 # the cause: the gradients themselves are not finite.
 MAX_OVERFLOWS = 50
+WINDOW = 100  # good updates whose mean and standard deviation define a spike
 
 
 class Diverged(ValueError):
@@ -15,11 +17,15 @@ class Diverged(ValueError):
 
 @dataclass
 class AnomalyGuard:
-    """Checks that the loss and gradient norm of each update, both over all ranks, are finite.
+    """Checks the loss and the gradient norm before clipping of each update, both over all ranks.
 
-    `bad_in_a_row` counts the bad updates since the last good one.
+    An update is bad if one of them is not finite. With `spike_z` above 0 it is also bad if one of them exceeds the mean of
+    the last `WINDOW` good updates by more than `spike_z` of their standard deviations. `recent` has the values of these
+    updates, by name, which a checkpoint keeps. `bad_in_a_row` counts the bad updates since the last good one.
     """
 
+    spike_z: float = 0.0
+    recent: dict[str, list[float]] = field(default_factory=dict)
     bad_in_a_row: int = 0
     overflows_in_a_row: int = 0
 
@@ -33,9 +39,24 @@ class AnomalyGuard:
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
         if 0 < self.overflows_in_a_row <= MAX_OVERFLOWS:
             return None
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
+        values = {"loss": loss, "gradient norm": grad_norm}
+        for name, value in values.items():
+            problem = self.problem(name, value)
+            if problem is not None:
                 self.bad_in_a_row += 1
-                return f"the {name} is {value}"
+                return problem
         self.bad_in_a_row = 0
+        for name, value in values.items():
+            self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
+        return None
+
+    def problem(self, name: str, value: float) -> str | None:
+        """Returns what is wrong with a value; None if it is good."""
+        if not math.isfinite(value):
+            return f"the {name} is {value}"
+        recent = self.recent.get(name, [])
+        if self.spike_z and len(recent) == WINDOW:
+            mean, deviation = statistics.fmean(recent), statistics.pstdev(recent)
+            if value > mean + self.spike_z * deviation:
+                return f"the {name} is {value:.4g}, after a mean of {mean:.4g} ± {deviation:.2g}"
         return None

@@ -29,8 +29,11 @@ def describe_run(run: "Run") -> dict:
     manifest, main = read_manifest(config.data_dir), accelerator.is_main_process
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
-    count = loader.micro_batches(run.schedule.sequences)
+    count = loader.micro_batches(run.schedule.full)
     sharded = ", sharded by FSDP2" if accelerator.is_fsdp2 else ""
+    ramp = ""
+    if config.ramp_tokens:
+        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
     return {
         "run_id": run.state.run_id,
         "parameters": shape.parameter_count,
@@ -39,7 +42,7 @@ def describe_run(run: "Run") -> dict:
         "updates": run.updates,
         "tokens": tokens,
         "batch": f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x {length} tokens",
+        f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x {length} tokens{ramp}",
         "micro_batch_size": loader.micro_batch_size,
         "sequence_length": length,
         "epochs": tokens / length / loader.windows,

@@ -1,10 +1,17 @@
-"""How the words of options are parsed, and what to say about an option that does not exist."""
+"""How the values of options and YAML files are parsed and checked, and what to say about an option that does not exist."""
 
 import argparse
 import difflib
+import math
+import reprlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any, NoReturn, get_args
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin
+
+import yaml
+
+from gpt2_accel.runtime.files import sentence
 
 # Names in nanoGPT and Hugging Face's Trainer -> ours, where the spelling does not show it.
 OTHER_NAMES = {
@@ -35,17 +42,40 @@ LAUNCH = {
 REMOVED: dict[str, Any] = {
     "eval_only": False,
     "verify_data": False,
-    "ramp_tokens": 0,
-    "ramp_start": 32,
     "gather_fp32": False,
     "max_bad_steps": 5,
     "hub_private_repo": True,
     "license": None,
-    "beta1": 0.9,
     "accelerate_config": None,
     "device": None,
-    "spike_z": 0.0,
 }
+
+
+# Name -> the rule in words, and as a condition.
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "positive": ("be at least 1", lambda x: x >= 1),
+    "not_negative": ("not be negative", lambda x: x >= 0),
+    "above_zero": ("be above 0", lambda x: x > 0),
+    "share": ("be between 0 and 1", lambda x: 0 <= x <= 1),
+    "below_one": ("be at least 0 and below 1", lambda x: 0 <= x < 1),
+}
+
+
+def check_ranges(settings: object, **names_of: str) -> None:
+    """Raises `ValueError` for a setting that is out of range, not finite, or too large for 64 bits. None passes.
+
+    Each keyword is a key of `RANGES`; its value is the names of the settings in that range, separated by spaces.
+    """
+    for range_name, names in names_of.items():
+        rule, holds = RANGES[range_name]
+        for name in names.split():
+            value = getattr(settings, name)
+            if value is None:
+                continue
+            if not abs(value) < (2**63 if isinstance(value, int) else math.inf):
+                raise ValueError(f"{name} must be a finite number below 2^63, got {value}")
+            if not holds(value):
+                raise ValueError(f"{name} must {rule}, got {value}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -121,3 +151,40 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
         begun = [known for known in names if known.startswith(name)]
         meant = next(iter(begun or difflib.get_close_matches(name, names, n=1)), None)
     return f": did you mean {dashes}{meant}?" if meant else ": --help lists the settings"
+
+
+def convert(path: str, name: str, value: Any, hint: Any) -> Any:
+    """Converts a YAML value to the type `hint`, through words as on the command line: YAML reads 6e-4 as a string.
+
+    Raises `ValueError` if it cannot be converted."""
+    several = get_origin(hint) is list
+    parse, _ = parser_of(name, hint)
+    try:
+        if value is None and type(None) in get_args(hint):
+            return None
+        if value is None or isinstance(value, list) != several:
+            raise ValueError
+        return [parse(str(item)) for item in value] if several else parse(str(value))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        expected = str(getattr(hint, "__name__", hint)).replace("|", "or")
+        what = f"{name} is {reprlib.repr(value)}, expected {expected}"
+        raise ValueError(f"{path}: {what}") from error
+
+
+def load_yaml(path: str, option: str) -> dict:
+    """Reads the YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{option} {path}: there is no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {sentence(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold settings as `name: value` lines")
+    return values
+
+
+def load_saved(path: Path) -> dict:
+    """Returns the content of a YAML or JSON file of a run's folder; empty if there is none. Raises `ValueError` if it is
+    damaged."""
+    return load_yaml(str(path), "run") if path.exists() else {}

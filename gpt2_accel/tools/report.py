@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
-from gpt2_accel.config import load_saved
 from gpt2_accel.estimate.flops import duration
 from gpt2_accel.evals.results import number, read_record, result_rows, rows_of
 from gpt2_accel.hf.loss_plot import (
@@ -28,6 +27,7 @@ from gpt2_accel.hf.loss_plot import (
     values,
 )
 from gpt2_accel.runtime.files import atomic_files, read_json_lines
+from gpt2_accel.runtime.options import load_saved
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

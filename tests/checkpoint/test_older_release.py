@@ -29,7 +29,7 @@ SAME_ON_EVERY_CPU = {
 def test_a_checkpoint_of_release_0_3_resumes_bit_for_bit(data_dir, tmp_path):
     made = read_json(FIXTURES / "checkpoint-0.3.json")
     shutil.copytree(FIXTURES / "checkpoint-0.3", tmp_path / "old/checkpoint-4")
-    settings = made["flags"].replace("--spike_z 6 ", "").split()  # taken back
+    settings = made["flags"].split()
     flags = f"--data_dir {data_dir} --output_dir {tmp_path}/run --resume_from {tmp_path}/old/checkpoint-4"
     done = subprocess.run(
         [sys.executable, ROOT / "tests/train_script.py", *settings, *flags.split()],

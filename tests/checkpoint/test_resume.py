@@ -156,7 +156,7 @@ def test_a_run_killed_before_its_final_model_is_complete_goes_on(
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"gpt2_accel.run.{place}", killed)
+    monkeypatch.setattr(f"gpt2_accel.lifecycle.{place}", killed)
     longer = tiny(max_steps=8, save_every=4, resume_from="latest")
     with pytest.raises(KeyboardInterrupt):
         run(longer)

@@ -56,7 +56,7 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
 
 def test_updates_out_of_order_are_a_bug():
     loader = SimpleNamespace(micro_batches=lambda _: 1, update=lambda first, _: [batch(first)])
-    with PrefetchLoader(loader, BatchSchedule(4), range(2, 9), CPU) as batches:
+    with PrefetchLoader(loader, BatchSchedule(4, 36), range(2, 9), CPU) as batches:
         assert [update.divisor for first in (8, 12) for update in batches.update(first, 4)] == [
             8,
             12,

@@ -34,7 +34,7 @@ from interrupted import (
 )
 from launching import ROOT, python
 
-import gpt2_accel.run as run_module
+import gpt2_accel.lifecycle as lifecycle
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
@@ -169,8 +169,8 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
         (disk / "filler").write_bytes(bytes(free - left))
         return reported
 
-    honest = run_module.wait_for_checkpoint
-    monkeypatch.setattr(run_module, "wait_for_checkpoint", fill)
+    honest = lifecycle.wait_for_checkpoint
+    monkeypatch.setattr(lifecycle, "wait_for_checkpoint", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
     failed = 0
     while (

@@ -2,9 +2,18 @@
 
 import json
 import math
+import statistics
+from pathlib import Path
 
-from gpt2_accel.runtime.files import JsonLines, read_json_lines
+import pytest
+from conftest import as_flags, long, metrics, reset_accelerate, run_recipe
+from launching import launch
+from seams_script import noisy
+
+from gpt2_accel.runtime import guard
+from gpt2_accel.runtime.files import JsonLines, digest, read_json_lines
 from gpt2_accel.runtime.guard import MAX_OVERFLOWS, AnomalyGuard
+from gpt2_accel.train import train
 
 
 def test_endless_fp16_overflows_are_bad_updates():
@@ -15,6 +24,77 @@ def test_endless_fp16_overflows_are_bad_updates():
     assert guard.bad_in_a_row == 2
     assert guard.check(2.0, 1.0, scaled=True) is None
     assert guard.check(2.0, math.nan, scaled=True) is None  # the count starts again
+
+
+def test_a_spike_is_a_value_far_above_the_last_100_good_ones():
+    values = [2 + math.sin(7 * i) for i in range(150)]
+    for place in (0, 1):  # the loss, the gradient norm
+        watching, off = AnomalyGuard(spike_z=3.0), AnomalyGuard()
+        for value in values:
+            assert watching.check(value, value) is None
+        recent = values[-100:]
+        border = statistics.fmean(recent) + 3 * statistics.pstdev(recent)
+        for spike in (border + 1e-6, 1e9, border + 1e-6, 1e9, 1e9):  # they do not move the border
+            pair = [2.0, 2.0]
+            pair[place] = spike
+            assert "after a mean of" in watching.check(*pair)
+            assert off.check(*pair) is None
+        assert watching.bad_in_a_row == guard.MAX_BAD_STEPS
+        assert watching.check(-1e9, border - 1e-6) is None
+    young = AnomalyGuard(spike_z=3.0)
+    assert all(young.check(value, value) is None for value in [*values[:99], 1e9])
+
+
+def left_out(monkeypatch, update):
+    """Skips an update, whatever it is."""
+    check = AnomalyGuard.check
+    calls = iter(range(10**6))
+
+    def without(self, *figures, **how):
+        return "it is left out" if next(calls) == update else check(self, *figures, **how)
+
+    monkeypatch.setattr(AnomalyGuard, "check", without)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_batch_of_noise_leaves_no_trace_also_after_a_resume(
+    tiny, tmp_path, monkeypatch, optimizer
+):
+    monkeypatch.setattr(guard, "WINDOW", 20)
+    settings = {"max_steps": 44, "spike_z": 6.0, "save_every": 30, "keep_last": 9}
+    settings |= {"optimizer": optimizer, "lr_schedule": "constant", "learning_rate": 5e-3}
+
+    def trained(folder, update, **changes):
+        config = tiny(folder, **settings, **changes)
+        reset_accelerate()
+        train(config, objective=noisy(update))
+        files = "model.safetensors", "training_state/optimizer.safetensors"
+        skipped = {line["step"]: line["skipped"] for line in metrics(folder) if "skipped" in line}
+        return skipped, [digest(Path(folder, "checkpoint-44", file)) for file in files]
+
+    skipped, expected = trained(tmp_path / "noise", 40)
+    assert [*skipped] == [41] and "the loss is" in skipped[41]
+    resume = str(tmp_path / "noise/checkpoint-30")  # inside the window
+    assert trained(tmp_path / "resumed", 10, resume_from=resume) == (skipped, expected)
+    left_out(monkeypatch, 40)
+    assert trained(tmp_path / "left-out", None) == ({41: "it is left out"}, expected)
+
+
+def test_all_ranks_skip_an_update_that_is_noise_on_one(tiny, tmp_path):
+    config = tiny("run", max_steps=24, spike_z=6.0, micro_batch_size=2, lr_schedule="constant")
+    launch("tests/seams_script.py", *as_flags(config), processes=2, CASE="noise", WINDOW="8")
+    assert [line["step"] for line in metrics(tmp_path / "run") if "skipped" in line] == [21]
+    one, other = (digest(tmp_path / f"run/weights-{rank}.safetensors") for rank in "01")
+    assert one == other
+
+
+@long
+def test_2000_updates_of_the_quickstart_have_no_spike(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = "--max_steps 2000 --spike_z 6 --eval_every 0 --sample_every 0 --save_every 0"
+    run_recipe("quickstart", *flags.split())
+    lines = metrics("runs/quickstart")
+    assert lines[-1]["step"] == 2000 and not any("skipped" in line for line in lines)
 
 
 def test_non_finite_numbers_are_null_in_the_log(tmp_path):

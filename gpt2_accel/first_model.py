@@ -1,0 +1,172 @@
+"""The model that a run starts with: a new one, or that of a checkpoint, a directory or the Hub; whether it fits the data."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpt2_accel.checkpoint.find import verified_directory
+from gpt2_accel.config import ARCHITECTURES, TrainConfig
+from gpt2_accel.data.shards import check_tokenizer, read_manifest, read_parts
+from gpt2_accel.hf.chat_template import extends, with_rows
+from gpt2_accel.hf.convert import (
+    check_finite,
+    configured_shape,
+    from_pretrained,
+    is_custom,
+    load_weights,
+    local_directory,
+)
+from gpt2_accel.hf.lora import add_lora, set_base_dtype
+from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
+from gpt2_accel.tokenizer import document_marks, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], Trainable]
+"""(settings, the tokenizer of the data) -> a model."""
+
+
+def build_model(
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    checkpoint: Path | None,
+    given: "Trainable | NewModel | None",
+) -> LanguageModel:
+    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
+    their weights.
+
+    `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
+    """
+    source = checkpoint or config.init_from
+    if config.lora and (source is None or given is not None):
+        raise ValueError(
+            "--lora trains an adapter of a published or trained model: name it by --init_from"
+        )
+    if given is not None and not isinstance(given, torch.nn.Module):
+        given = given(config, tokenizer)
+    wanted = config.architecture
+    if given is not None and wanted in ARCHITECTURES and given.config.architecture != wanted:
+        raise ValueError(
+            f"--architecture {wanted} is not that of the given model, {given.config.architecture}: leave it out"
+        )
+    if source is None:
+        model = given or configured_shape(config, len(tokenizer)).build()
+    else:
+        # `find_checkpoint` has checked a checkpoint to resume.
+        directory = verified_directory(source, checkpoint is None, "use another checkpoint")
+        merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
+        model = load_model(config, tokenizer, Path(local_directory(directory)), given, merge)
+    n_positions = model.config.n_positions
+    config.fit_positions(n_positions)
+    length = config.tokens_per_row
+    if length > n_positions:
+        other = "choose another --init_from" if config.init_from else "raise --n_positions"
+        raise ValueError(
+            f"sequence_length ({length}) exceeds n_positions ({n_positions}): lower --sequence_length or {other}"
+        )
+    return model
+
+
+def load_model(
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    source: Path,
+    given: LanguageModel | None,
+    merge: bool,
+) -> LanguageModel:
+    """Loads the model of a directory, or its weights into the `given` model. If the data holds conversations, it gets rows for the tokens that the data's
+    `tokenizer` has in addition.
+
+    Raises `ValueError` if it does not fit the tokenizer or the settings."""
+    if given is None and is_custom(source):  # of changed code, which only the user has
+        given = configured_shape(config, len(tokenizer)).build()
+    if given is not None:
+        model = given
+        load_weights(model, source)
+    else:
+        lora = bool(config.lora)
+        model = from_pretrained(
+            source,
+            0.0 if lora and "dropout" not in config.given else config.dropout,
+            attention=config.attn_implementation,
+            reason="--lora" if lora else None,
+            merge=merge,
+        )
+    rows: Sequence[int] = ()
+    check_finite(model, source)
+    if (source / "tokenizer.json").exists() and not config.ignore_changes:
+        own = load_tokenizer(source)
+        packed = read_manifest(config.data_dir).get("sequence_length")
+        if given is None and packed and extends(tokenizer, own):
+            rows = range(len(own), len(tokenizer))
+            model = with_rows(model, len(own), len(tokenizer))
+        else:
+            check_tokenizer(config.data_dir, own, source)
+    # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
+    if model.config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was tokenized with one of "
+            f"{len(tokenizer)}: prepare the text with the model's tokenizer, in another --data_dir"
+        )
+    if given is not None:
+        return model
+    if config.lora and not model.adapter:
+        local = Path(config.init_from).is_dir()
+        add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
+    if config.init_from is not None:
+        check_loaded(config, model.config)
+    elif not config.ignore_changes:
+        wanted = shape_values(configured_shape(config, len(tokenizer)))
+        found = shape_values(model.config)
+        differing = [
+            f"{name} {found[name]} instead of {value}"
+            for name, value in wanted.items()
+            if name in found and found[name] != value
+        ]
+        if differing:
+            raise ValueError(
+                f"{source} has {', '.join(differing)}: resume with the original values, or choose "
+                "another --output_dir for a new model"
+            )
+    return model
+
+
+def shape_values(shape: ModelConfig) -> dict[str, Any]:
+    """Returns the values by which shapes are compared, by name; of a class of `transformers` those of its `config.json`."""
+    values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
+    own = values.pop("values", {})
+    return {"architecture": shape.architecture} | values | own
+
+
+def adapt(model: LanguageModel, config: TrainConfig) -> None:
+    """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
+    dtype = getattr(torch, config.dtype)
+    if config.lora:
+        set_base_dtype(model, dtype)
+    else:
+        model.to(dtype)
+    model.checkpoint_activations = config.checkpoint_activations
+    if config.router_aux_loss is not None:
+        if not getattr(model, "aux_coefficient", 0):
+            raise ValueError(
+                "the model has no load balancing loss of experts: leave out --router_aux_loss"
+            )
+        model.aux_coefficient = config.router_aux_loss
+
+
+def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Returns the token id that separates the documents of the data. Raises `ValueError` if none
+    does, or an unknown token's, as in data of 0.4, or if the parts of a mixture have different
+    ones."""
+    found = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
+    begin, end = document_marks(tokenizer)
+    if len(found) > 1 or not found <= set(begin + end):
+        raise ValueError(
+            f"document_mask needs a token that separates all documents, which those of {data_dir} do not have: leave it "
+            "out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
+        )
+    return found.pop()

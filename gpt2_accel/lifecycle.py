@@ -1,0 +1,207 @@
+"""How a run starts and ends: its folder's lock, what surrounds the loop, the last checkpoint, the final model."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+from accelerate.utils import gather_object
+
+from gpt2_accel.checkpoint.find import read_status
+from gpt2_accel.checkpoint.writer import write_manifest
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.hf.convert import check_finite
+from gpt2_accel.hf.hub import MODEL_MANIFEST
+from gpt2_accel.hf.lora import merged
+from gpt2_accel.hf.safetensors_files import WEIGHTS
+from gpt2_accel.run import Run
+from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.files import (
+    check_renames,
+    lock_folder,
+    remove,
+    scratch_directory,
+    sentence,
+    write_json,
+)
+from gpt2_accel.runtime.guard import Diverged
+from gpt2_accel.runtime.metadata import describe_training, end_summary, start_summary
+from gpt2_accel.runtime.processes import all_or_none, on_main_process
+from gpt2_accel.tokenizer import load_tokenizer
+
+GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
+
+
+@contextmanager
+def lock_run_dir(config: TrainConfig) -> Iterator[None]:
+    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
+    that a kill left.
+
+    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
+    Raises the errors of `lock_folder` on all ranks.
+    """
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
+            stack.enter_context(lock_folder(config.output_dir, wait=wait))
+            check_renames(Path(config.output_dir))
+            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
+                remove(partial)
+
+        on_main_process(lock)
+        yield
+
+
+@contextmanager
+def started(run: Run) -> Iterator[None]:
+    """Runs the block, the loop, with signals, status, log, and the callbacks that are context managers.
+
+    Writes `config.yaml` and `run.json` and prints a summary. If the data can no longer be read, saves a checkpoint.
+    """
+    with ExitStack() as stack:
+        with all_or_none():
+            stack.enter_context(run.stop)
+            if run.accelerator.is_main_process:
+                stack.enter_context(run.status)
+                run.config.save(run.run_dir / "config.yaml")
+                write_json(run.run_dir / "run.json", run.metadata)
+                print(start_summary(run), *run.changes.values(), sep="\n", flush=True)
+                run.writer.link(run.step)  # a kill may have prevented it
+            stack.enter_context(run.log)
+        for callback in run.callbacks:
+            if isinstance(callback, AbstractContextManager):
+                stack.enter_context(callback)
+        stack.enter_context(run.writer)
+        stack.enter_context(run.loader)
+        gc.disable()  # a rank that collects within an update keeps the others waiting
+        stack.callback(gc.enable)
+        run.call("on_train_begin")
+        run.log.write()  # of the step before the first update
+        rehearse_save(run)
+        run.log.resume()
+        try:
+            yield
+        except UnreadableData:  # raised on all ranks
+            run.log.write()
+            run.save()
+            raise
+
+
+def rehearse_save(run: Run) -> None:
+    """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved ends
+    the run before its first update."""
+
+    def rehearse() -> None:
+        with scratch_directory(run.run_dir / "checkpoint-rehearsal") as folder:
+            run.files.save(run.empty, folder, describe_training(run))
+            load_tokenizer(folder)
+
+    run.collect()  # raises for what JSON does not have
+    on_main_process(rehearse)
+
+
+def finish(run: Run) -> bool:
+    """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
+
+    Raises `Diverged` if the run has diverged, and the errors of `Run.check_problems`.
+    """
+    config = run.config
+    bad = run.guard.bad_in_a_row
+    if run.diverged:
+        run.state.step -= bad  # the bad updates did not change the weights
+    else:
+        run.check_problems()
+    run.save()
+    if on_main_process(lambda: wait_for_checkpoint(run)):
+        run.report_save()
+    if run.diverged:
+        raise Diverged(
+            f"{bad} updates in a row were skipped, the last because {run.problem}: resume from checkpoint-"
+            f"{run.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
+            f"{config.output_dir}/metrics.jsonl"
+        )
+    run.log.print_line(end_summary(run))
+    finished = run.stops_early or not (run.step < run.updates or run.unevaluated)
+    if run.stops_early:
+        run.log.print_line(
+            f"early stopping: no lower validation loss in {config.patience} evaluations"
+        )
+    if not finished:
+        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # one rank may have it alone
+        reason, requeue = next(stop for stop in stops if stop[0])
+        if run.accelerator.is_main_process:
+            run.status.end("stopped", reason, requeue=requeue)
+        signals.exit_code = run.stop.exit_code
+        run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
+    else:
+        export_model(run)
+    run.call("on_train_end", finished=finished)
+    run.log.write()
+    return finished
+
+
+def wait_for_checkpoint(run: Run) -> bool:
+    """Waits until the last checkpoint is on disk. Returns whether it is not yet reported to the callbacks. Raises `OSError`
+    if it could not be written."""
+    if error := run.writer.join():
+        message = f"the last checkpoint could not be written: {sentence(error)}"
+        raise OSError(message) from error
+    return run.writer.written is not None
+
+
+def export_model(run: Run) -> None:
+    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and
+    marks the run as finished.
+
+    Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
+    """
+    config = run.config
+    plain = run.copied_model()
+    if plain is None:  # not the main process
+        return
+    check_finite(plain, f"the model after update {run.step}")
+    training = describe_training(run)
+    try:
+        run.files.compared = False
+        if config.lora:
+            run.files.save(plain, run.run_dir / "adapter", training)
+            plain = merged(plain)
+        run.files.save(plain, run.run_dir, training)
+        write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
+    except OSError as error:
+        raise OSError(
+            f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
+            "space or make it writable, then continue from the last checkpoint with --resume_from latest"
+        ) from error
+    # Before the status: a complete run that is started again removes nothing.
+    run.writer.rotate(run.step)
+    run.status.end("finished")
+
+
+def is_complete(run: Run) -> bool:
+    """Whether the run is finished at this step and its final model is written. Prints that no update
+    is left to do.
+
+    Raises `ValueError` if settings were given that the complete run does not have."""
+    run_dir = run.run_dir
+
+    def has_finished() -> bool:
+        status = read_status(run_dir)
+        found = status.get("state"), status.get("step")
+        return found == ("finished", run.step) and any(run_dir.glob("model*.safetensors"))
+
+    if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
+        return False
+    text = (
+        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
+        "--epochs or --patience to go on"
+    )
+    unused = [change for name, change in run.changes.items() if name in run.config.given]
+    if unused:
+        raise ValueError(
+            f"{text}, or choose another --output_dir: {', '.join(unused)} was not used"
+        )
+    run.accelerator.print(text)
+    return True
