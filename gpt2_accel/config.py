@@ -4,7 +4,6 @@ A recipe subclasses `TrainConfig` to change defaults or to add its own settings,
 processes, precision and compilation are not settings here: they come from the Accelerate config.
 """
 
-import math
 import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -51,7 +50,6 @@ INERT = {
     "log_every",
     "report_to",
 }
-AUTO = 0  # the micro-batch size `auto`
 
 
 def setting(default: Any, help: str) -> Any:
@@ -285,10 +283,9 @@ class TrainConfig:
             )
         full, start = self.total_batch_size // length, self.ramp_start
         if self.ramp_tokens and (full % start or start % processes):
-            fitting = processes * math.gcd(full // processes, max(1, start // processes))
             raise ValueError(
-                f"ramp_start ({start} sequences) has to divide the {full} sequences of total_batch_size and to be a multiple "
-                f"of the {processes} processes: try {fitting}"
+                f"ramp_start ({start} sequences) has to divide the {full} sequences of total_batch_size, and to be a multiple "
+                f"of the {processes} processes: set another --ramp_start"
             )
         return BatchSchedule(
             full,

@@ -70,11 +70,9 @@ def started(run: Run) -> Iterator[None]:
                 print(start_summary(run), *run.changes.values(), sep="\n", flush=True)
                 run.writer.link(run.step)  # a kill may have prevented it
             stack.enter_context(run.log)
-        for callback in run.callbacks:
-            if isinstance(callback, AbstractContextManager):
-                stack.enter_context(callback)
-        stack.enter_context(run.writer)
-        stack.enter_context(run.loader)
+        for part in (*run.callbacks, run.writer, run.loader):
+            if isinstance(part, AbstractContextManager):
+                stack.enter_context(part)
         gc.disable()  # a rank that collects within an update keeps the others waiting
         stack.callback(gc.enable)
         run.call("on_train_begin")

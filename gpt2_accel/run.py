@@ -37,11 +37,7 @@ from gpt2_accel.runtime.device import device_name, peak_flops
 from gpt2_accel.runtime.files import sync
 from gpt2_accel.runtime.guard import MAX_BAD_STEPS, AnomalyGuard
 from gpt2_accel.runtime.log import RunLog, Status
-from gpt2_accel.runtime.metadata import (
-    changed_settings,
-    describe_run,
-    describe_training,
-)
+from gpt2_accel.runtime.metadata import changed_settings, describe_run, describe_training
 from gpt2_accel.runtime.processes import all_or_none, any_rank, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
 
 from gpt2_accel import kernels
 from gpt2_accel.callbacks import (
@@ -23,7 +22,7 @@ from gpt2_accel.callbacks import (
     check_callback,
 )
 from gpt2_accel.checkpoint.find import find_checkpoint
-from gpt2_accel.config import AUTO, PATHS, TrainConfig
+from gpt2_accel.config import PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
@@ -117,7 +116,7 @@ def setup(
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)
     size = config.micro_batch_size
-    if size == AUTO:
+    if not size:  # `auto`
         size = fitting_batch_size(config, accelerator, prepared, objective, packed=conversations)
     size, note = config.fit_micro_batch(size, accelerator.num_processes)
     if note:
@@ -146,9 +145,8 @@ def setup(
 def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerator) -> None:
     """Raises `ValueError` if a class of `transformers` does not keep the documents of a row apart, with the run's attention,
     compilation and activation checkpointing. The main process tries it."""
-    plugin = accelerator.state.dynamo_plugin
-    compiled = plugin.backend != DynamoBackend.NO
-    backend = plugin.backend.value.lower() if compiled else None
+    name = accelerator.state.dynamo_plugin.backend.value.lower()
+    backend = None if name == "no" else name
     if on_main_process(
         lambda: documents_cross(model.config, config.checkpoint_activations, backend)
     ):

@@ -3,9 +3,12 @@ import re
 
 import pytest
 import torch
+from conftest import refused
 from launching import launch
 
 from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.optim import build_optimizer, learning_rate, muon
 
 CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
@@ -68,6 +71,36 @@ def test_known_values_of_the_schedules():
     assert rate(109, "constant") == rate(87, "wsd") == 1.0
     assert rate(98.1, "wsd") == pytest.approx(0.1 + 0.9 * (1 - 0.5**0.5))
     assert rate(109, "wsd") == pytest.approx(0.1)
+
+
+def test_a_batch_ramp_counts_tokens():
+    shape = {"n_positions": 32, "total_batch_size": 16 * 32, "ramp_start": 4}
+    config = TrainConfig(**shape, max_steps=36, ramp_tokens=260 * 32, dry_run=["cpu"])
+    schedule = config.batch_schedule(2)
+    assert (schedule.updates, schedule.first(60), schedule.sequences(59)) == (60, 36 * 16, 12)
+    assert f"60 updates, {36 * 16 * 32:,} tokens" in dry_run(config)
+    # A resume with another batch size ends at its own number of tokens, and never exceeds it.
+    for seen, full, steps in (
+        (136, 8, 72),
+        (137, 8, 72),
+        (500, 16, 40),
+        (139, 32, 7),
+        (600, 16, 36),
+    ):
+        config.total_batch_size, config.max_steps = full * 32, steps
+        schedule = config.batch_schedule(2, step=28, seen=seen)
+        sizes = [schedule.sequences(step) for step in range(28, schedule.updates)]
+        assert all(4 <= size <= full and size % 4 == 0 for size in sizes)
+        assert max(0, full * steps - seen - 3) <= sum(sizes) <= max(0, full * steps - seen)
+    config.total_batch_size, config.epochs = 16 * 32, 1.5
+    config.set_length(400 * 32)  # 600 sequences, 37.5 updates
+    assert config.batch_schedule(1).updates > config.max_steps == 38
+    config.ramp_start = 6
+    with refused("ramp_start .6 sequences. has to divide the 16 sequences of total_batch_size"):
+        config.batch_schedule(2)
+    config.ramp_start = 1
+    with refused("a multiple of the 2 processes"):
+        config.batch_schedule(2)
 
 
 @pytest.mark.parametrize("processes", [2, 5])

@@ -156,15 +156,13 @@ def build_optimizer(
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = {n for n, _ in hidden_matrices(model)} if name == "muon" else set()
-    hidden = [(n, p) for n, p in trained if n in matrices]
-    others = [(n, p) for n, p in trained if n not in matrices]
+    hidden = dict(hidden_matrices(model)) if name == "muon" else {}
+    others = [(n, p) for n, p in trained if n not in hidden]
     groups = [
+        {"params": [(n, p) for n, p in trained if n in hidden], "muon": True},
         {"params": [(n, p) for n, p in others if p.ndim >= 2]},
         {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if name == "muon":
-        groups.insert(0, {"params": hidden, "muon": True})
     groups = [group for group in groups if group["params"]]  # torch refuses an empty one
     adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if name == "adamw":
