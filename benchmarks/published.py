@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from table import markdown
 
-from gpt2_accel.tools.study import intervals
-from gpt2_accel.tools.study.law import UNKNOWNS, bootstrap_interval, fit, loss_of
+from gpt2_accel.tools.study import compare
+from gpt2_accel.tools.study.scaling import fit
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
@@ -60,9 +61,15 @@ def predicted(path: Path, target: tuple[int, int]) -> str:
     drawn = loss_of(np.array(law["samples"]).T, *target)
     low, high = (
         loss + math.copysign(math.hypot(end - loss, 1.96 * law["spread"]), end - loss)
-        for end in bootstrap_interval(drawn)
+        for end in np.quantile(drawn, (0.025, 0.975))
     )
     return f"{loss:.3f}, {low:.3f} to {high:.3f}"
+
+
+def loss_of(law: Sequence, N: float, D: float) -> Any:
+    """Returns the loss of N parameters after D tokens, by E, A, alpha, B, beta: numbers, or arrays of many laws."""
+    E, A, alpha, B, beta = law
+    return E + A * N**-alpha + B * D**-beta
 
 
 def law_column(
@@ -74,20 +81,16 @@ def law_column(
     of = np.array(budgets)[away.argmin(1)[own]]
     N, D, losses = runs.loc[own, ["parameters", "tokens", "loss"]].to_numpy(float).T
     found = fit(N, D, losses, of)
-    law = found.law
-    residuals = losses - loss_of(law, N, D)
+    residuals = losses - found.loss(N, D)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {
         "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs",
-        **{name: f"{value:.3g}" for name, value in zip(UNKNOWNS, law, strict=True)},
+        **{name: f"{value:.3g}" for name, value in found.law.items()},
         "standard deviation of the residuals": f"{found.spread:.3f}",
         "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
-        **{
-            f"F test by {name}": "p < 0.001" if p < 0.001 else f"p = {p:.2f}"
-            for name, p in found.form.items()
-        },
+        "test of the form": "p < 0.001" if found.form < 0.001 else f"p = {found.form:.2g}",
         "form": "holds" if found.holds else "refused",
-        "loss of 2 layers of 160": f"{loss_of(law, *target):.3f} after {target[1] / 1e6:.2f}M tokens",
+        "loss of 2 layers of 160": f"{found.loss(*target):.3f} after {target[1] / 1e6:.2f}M tokens",
     }
 
 
@@ -182,7 +185,7 @@ def optimizers(folder: Path) -> str:
             losses = plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])
             difference = plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f")
             rows.append((corpus, f"{tokens:,.0f}", *losses, difference))
-        share = intervals.reached(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
+        share = reached(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
         shares.append(f"{share} on {corpus}")
     return (
         f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
@@ -190,9 +193,19 @@ def optimizers(folder: Path) -> str:
     )
 
 
+def reached(goals: pd.Series, losses: np.ndarray, shares: pd.Index) -> str:
+    """Returns the share of tokens with which losses, (budgets, seeds) from the smallest budget, reach the `goals` of each seed: mean
+    and half the width of the 95% interval. `shares` has the tokens of each budget as a share of the goals'. Interpolates over
+    the logarithm."""
+    lowest = np.minimum.accumulate(losses)
+    both = zip(goals, lowest.T, strict=True)
+    logs = [np.interp(-goal, -own, np.log(shares)) for goal, own in both]
+    return plus_minus(np.exp(logs), ".1%")
+
+
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    return intervals.plus_minus([*values], form)
+    return compare.plus_minus([*values], form)
 
 
 def architectures(folder: Path) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
 from gpt2_accel.runtime.files import write_file
-from gpt2_accel.tools.study.study_file import StudyOptions, read_study
+from gpt2_accel.tools.study.compare import compare, dry_run, read_study
+from gpt2_accel.tools.study.runs import StudyOptions
 
 
 @dataclass(kw_only=True)
@@ -29,20 +30,16 @@ def main() -> None:
         words.insert(0, "--study")
     config = parse_config(Compare, words)
     path = Path(config.study)
-    engine = config.engine(f"runs/{path.stem}")
-    from gpt2_accel.tools.study.compare import compare, dry_run
-    from gpt2_accel.tools.study.engine import require_scipy
-
+    queue = config.queue(f"runs/{path.stem}")
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:
-        print(dry_run(study, engine))
+        print(dry_run(study, queue))
         return
-    require_scipy()
-    text = compare(study, engine)
-    written = engine.folder / "study.md"
+    text = compare(study, queue)
+    written = queue.folder / "study.md"
     write_file(written, text + "\n")
-    print(f"{text}\n\n{written}\n{engine.table}")
-    if engine.failed:
+    print(f"{text}\n\n{written}\n{queue.table}")
+    if queue.failed:
         sys.exit(1)
 
 

@@ -10,7 +10,7 @@ Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is d
 """
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
@@ -18,10 +18,8 @@ from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, require
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.hf.loss_plot import require_matplotlib, save_png
 from gpt2_accel.runtime.files import write_file, write_json
-from gpt2_accel.tools.study.engine import Engine, require_scipy
+from gpt2_accel.tools.study.runs import Queue, StudyOptions, read_trials
 from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, SIZES, Grid
-from gpt2_accel.tools.study.study_file import StudyOptions
-from gpt2_accel.tools.study.trials import read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 
@@ -50,37 +48,37 @@ class ScalingLaws(StudyOptions):
             raise ValueError(f"budgets must be above 0, got {self.budgets}")
         self.budgets = sorted(set(self.budgets))
 
-    def grid(self, engine: Engine) -> Grid:
-        """Returns the grid of runs that an engine trains."""
+    def grid(self, queue: Queue) -> Grid:
+        """Returns the grid of runs that a queue trains."""
         if "val" not in read_manifest(self.data_dir)["splits"]:
             raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
         names = ("data_dir", "architecture", "n_positions", "eval_tokens")
         settings = {name: getattr(self, name) for name in names}
-        base = read_trial(RECIPE, settings)
-        return Grid(base, engine, self.budgets, self.sizes, self.learning_rate, self.max_epochs)
+        [base] = read_trials(RECIPE, [("quickstart", settings)])
+        return Grid(base, queue, self.budgets, self.sizes, self.learning_rate, self.max_epochs)
 
 
 def main() -> None:
     config = parse_config(ScalingLaws)
-    engine = config.engine("runs/scaling_laws")
-    grid = config.grid(engine)
+    queue = config.queue("runs/scaling_laws")
+    grid = config.grid(queue)
     if config.dry_run:
-        print(engine.forecast(grid.runs, grid.runs[-1]))
+        print(queue.forecast(grid.runs))
         return
-    require_scipy()
     require_matplotlib()
     law = grid.train()
     text = grid.text(law, config.target_flops)
     print(text)
-    files = [engine.table, engine.folder / "scaling.md", engine.folder / "scaling.png"]
+    files = [queue.table, queue.folder / "scaling.md", queue.folder / "scaling.png"]
     write_file(files[1], text + "\n")
     save_png(grid.figure(law), files[2])
     if law is not None:
-        record = {"settings": grid.base.changes, "budgets": grid.budgets, **asdict(law)}
-        write_json(path := engine.folder / "law.json", record)
+        found = {"law": law.law, "spread": law.spread, "form": law.form}
+        record = {"settings": grid.base.changes, "budgets": grid.budgets, **found}
+        write_json(path := queue.folder / "law.json", record)
         files.append(path)
     print("\n" + "\n".join(str(path) for path in files if path.exists()))
-    if engine.failed:
+    if queue.failed:
         sys.exit(1)
 
 

@@ -167,9 +167,9 @@ NOT_RUN = {
     "pip install 'scipy>=1.13' 'matplotlib>=3.9'": "installs",
     "pip install 'scipy>=1.13'": "installs",
     "srun -N 8 python recipes/compare.py STUDY.yaml --output_dir SHARED/STUDY": (
-        "tests/tools/study/test_workers.py does, on one machine"
+        "tests/tools/study/test_runs.py does, on one machine"
     ),
-    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/tools/study/test_studies.py does",
+    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/tools/study/test_runs.py does",
     "python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14": (
         "tests/tools/study/test_scaling.py does"
     ),

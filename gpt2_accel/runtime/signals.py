@@ -28,6 +28,7 @@ ECHO = 0.5
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # What Accelerate's and torch's launchers set in each process that they start.
 LAUNCHERS = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}
+DRIVER = "GPT2_ACCEL_DRIVER"  # environment variable: the process id of the study that started this process
 exit_code = 0  # of this process, by the signal that has stopped its run
 
 
@@ -104,11 +105,13 @@ def launched() -> bool:
 
 
 def die_with_launcher() -> None:
-    """On Linux, makes the kernel send SIGTERM to this process when its launcher dies.
+    """On Linux, makes the kernel send SIGTERM to this process when its launcher, or the study that started it, dies.
 
-    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing if the parent is not a
-    launcher: the end of a shell must not stop the run.
+    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing if the parent is another
+    process: the end of a shell must not stop the run.
     """
+    if os.environ.get(DRIVER) == str(os.getppid()):
+        end_with_parent(signal.SIGTERM)
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:

@@ -1,6 +1,8 @@
-"""Scaling laws: the grid and its outcome on a law that is a formula, and the recipe."""
+"""Scaling laws: the fit on simulated runs, the rules of settings, the grid on a law that is a formula, and the recipe."""
 
 import itertools
+import math
+import os
 import re
 import shlex
 from pathlib import Path
@@ -8,35 +10,100 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import long, read_json, refused
-from launching import ROOT, in_process
+from launching import ROOT, python
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.estimate.dry_run import dry_run
-from gpt2_accel.tools.study.engine import Engine
-from gpt2_accel.tools.study.law import loss_of
-from gpt2_accel.tools.study.scaling import Grid
-from gpt2_accel.tools.study.trials import Result, Trial
+from gpt2_accel.tools.study.runs import Queue, Trial
+from gpt2_accel.tools.study.scaling import LEARNING_RATE, Grid, batch_for, fit, settings_for
 
 RECIPE = ROOT / "recipes/scaling_laws.py"
 LAW = (1.0, 40.0, 0.3, 60.0, 0.3)
+BESIROGLU = (1.8172, 482.01, 0.3478, 2085.43, 0.3658)  # arXiv:2404.10102
+STUDIES = int(os.environ.get("COVERAGE_STUDIES", "20"))  # simulated
 
 
-class Formula(Engine):
-    """An engine whose losses are a formula of N, D and the FLOPs."""
+def loss_of(law, N, D):
+    E, A, alpha, B, beta = law
+    return E + A * N**-alpha + B * D**-beta
+
+
+def isoflop(budgets, count=7, ratio=1.6):
+    """Returns N, D and the budget of sizes around the best one of Besiroglu et al.'s law, with 6ND FLOPs."""
+    _, A, alpha, B, beta = BESIROGLU
+    scale = (alpha * A / (beta * B)) ** (1 / (alpha + beta))
+    points = [
+        (scale * (C / 6) ** (beta / (alpha + beta)) * ratio ** (i - (count - 1) / 2), C)
+        for C in budgets
+        for i in range(count)
+    ]
+    N, C = np.array(points).T
+    return N, C / 6 / N, C
+
+
+def test_a_law_is_found_exactly_and_never_has_a_negative_term():
+    N, D, C = isoflop([1e18, 1e19])
+    law = fit(N, D, loss_of(BESIROGLU, N, D), C)
+    assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6) and law.spread < 1e-8
+    found = fit(N, D, 2 + 300 * N**-0.3, C).law
+    assert [found["E"], found["A"], found["alpha"]] == pytest.approx([2, 300, 0.3], rel=1e-4)
+    assert found["B"] < 1e-6
+    assert min(fit(N, D, 2 - 300 * N**-0.3, C).law.values()) >= 0  # rises with N
+
+
+def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right():
+    """Simulated grids of 21 runs with noise, and a new run of ten times the largest budget. `COVERAGE_STUDIES=400` takes a minute,
+    covered 95.3% of them, and the right form was refused in 2.3%."""
+    N, D, C = isoflop([1e18, 3e18, 1e19])
+    random, hits, refusals = np.random.default_rng(1), [], []
+    [size], [tokens], _ = isoflop([1e20], count=1)
+    for _ in range(STUDIES):
+        law = fit(N, D, loss_of(BESIROGLU, N, D) + random.normal(0, 0.005, len(N)), C)
+        new = loss_of(BESIROGLU, size, tokens) + random.normal(0, 0.005)
+        hits.append(abs(new - law.loss(size, tokens)) <= law.half_width(size, tokens))
+        refusals.append(not law.holds)
+    print("covered", np.mean(hits), "refused", np.mean(refusals))
+    slack = 3 * math.sqrt(0.95 * 0.05 / STUDIES)
+    assert 0.95 - slack <= np.mean(hits) <= 0.95 + slack
+    assert np.mean(refusals) <= 0.05 + slack
+
+
+def test_the_form_is_refused_when_it_is_wrong():
+    N, D, C = isoflop([1e18, 3e18, 1e19])
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        losses = loss_of(BESIROGLU, N, D) + random.normal(0, 0.005, len(N))
+        assert fit(N, D, losses + 0.03 * (C == 3e18), C).form < 0.01
+
+
+def test_the_rules_of_settings():
+    assert batch_for(2e6, 128) == 2048 and batch_for(10, 128) == 128
+    base = settings_for(64, 2e6, 2048, LEARNING_RATE)
+    assert (base["max_steps"], base["learning_rate"]) == (977, LEARNING_RATE)
+    assert (base["weight_decay"], base["warmup_steps"], base["optimizer"]) == (0.3, 10, "muon")
+    tokens = 2e6 * 4 ** (1 / 0.383)
+    assert batch_for(tokens, 128) == 8192
+    # Twice by the batch, a root of two less by the width.
+    rate = settings_for(128, tokens, 8192, LEARNING_RATE)["learning_rate"]
+    assert rate == pytest.approx(2**0.5 * LEARNING_RATE, rel=1e-3)
+
+
+class Formula(Queue):
+    """A queue whose losses are a formula of N, D and the FLOPs."""
 
     def run(self, trials):
         for one in trials:
-            found = self.loss(float(one.shape.parameter_count), one.tokens, one.flops)
-            self.results[one.id] = Result("", "", 1, 1, 1, 1.0, found)
+            loss = self.loss(float(one.shape.parameter_count), one.tokens, one.flops)
+            self.rows[one.id] = {"loss": loss}
 
 
 def grid_of(data_dir, budgets, loss, **options):
     settings = TrainConfig(data_dir=str(data_dir), n_positions=32).settings()
     changes = {"data_dir": str(data_dir), "n_positions": 32}
-    base = Trial(ROOT / "recipes/quickstart.py", changes, settings)
-    engine = Formula(Path("runs/scaling_laws"), [""])
-    engine.loss = loss
-    return Grid(base, engine, budgets, **{"max_epochs": 1e9, **options})
+    base = Trial(ROOT / "recipes/quickstart.py", "base", changes, settings)
+    queue = Formula(Path("runs/scaling_laws"), [""])
+    queue.loss = loss
+    return Grid(base, queue, budgets, **{"max_epochs": 1e9, **options})
 
 
 def test_the_sizes_of_a_budget_have_equal_flops(data_dir):
@@ -76,9 +143,9 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
     law = grid.train()
     text = grid.text(law, 1e14)
     assert ("do not extrapolate this law" in text) == bool(shift)
-    assert ("no test refuses the form of the law" in text) == (not shift)
+    assert ("the runs do not refuse the form of the law" in text) == (not shift)
     assert ("95% interval " in text.partition("the best run")[2]) == (not shift)
-    assert ("| alpha | " in text) and ("| none" in text) == bool(shift)
+    assert "| alpha | " in text
     # The printed command trains the run that the prediction is for.
     words = shlex.split(re.search("train it: gpt2-accel quickstart (.*)", text)[1])
     config, best = parse_config(TrainConfig, words), grid.best(law, 1e14)
@@ -102,12 +169,14 @@ def test_repeated_data_is_refused_unless_asked_for(data_dir):
 def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path):
     options = f"--data_dir {data_dir} --n_positions 32 --max_epochs 99 --sizes 5 --eval_tokens 1024".split()
     both = (*options, "--budgets", "1e10", "2e10", "--target_flops", "1e11")
-    planned = in_process(RECIPE, *both, "--dry_run", "true")
+    planned = python(RECIPE, *both, "--dry_run", "true")
     assert planned.stdout.count("missing ") == 10, planned.stderr
-    done = in_process(RECIPE, *both, "--output_dir", tmp_path)
+    done = python(RECIPE, *both, "--output_dir", tmp_path)
     assert (tmp_path / "scaling.md").read_text().strip() in done.stdout
     assert (tmp_path / "scaling.png").exists() and (tmp_path / "runs.csv").exists()
     words = ("1e11 FLOPs has", "no best size, since a term is 0")  # runs this short may not tell
     record = read_json(tmp_path / "law.json")
-    assert len(record["law"]) == 5 and record["settings"]["n_positions"] == 32
+    assert [*record["law"]] == ["E", "A", "alpha", "B", "beta"] and record["settings"][
+        "n_positions"
+    ] == 32
     assert any(text in done.stdout for text in words)

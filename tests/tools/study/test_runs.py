@@ -1,0 +1,356 @@
+"""Studies by the real recipe: runs in subprocesses, failures, kills, several drivers."""
+
+import csv
+import json
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from conftest import long, refused, run
+from launching import ROOT, Started, python, wait_for
+
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.runtime.cores import usable_cpus
+from gpt2_accel.runtime.files import read_json_lines as lines
+from gpt2_accel.tools.study import runs
+from gpt2_accel.tools.study.runs import failure, read_table, read_trials, slots
+
+RECIPE = str(ROOT / "tests/train_script.py")
+COMPARE = str(ROOT / "recipes/compare.py")
+SMALL = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_positions": 32,
+    "micro_batch_size": 4,
+    "total_batch_size": 128,
+    "warmup_share": 0.1,
+    "eval_every": 10,
+    "eval_tokens": 1024,
+    "sample_every": 0,
+    "save_every": 0,
+}
+SCRIPT = """import sys
+sys.path.append({!r})
+from train_script import *
+
+if __name__ == "__main__":
+    config = parse_config(TrainConfig)
+    {}
+    cli.run(lambda: train(config))
+"""
+
+
+def script(path, line):
+    """Writes a recipe of the package's defaults with one more line."""
+    path.write_text(SCRIPT.format(str(ROOT / "tests"), line))
+    return str(path)
+
+
+def study_file(folder, data_dir, **parts):
+    """Writes a study of two learning rates; returns its path."""
+    settings = SMALL | {"data_dir": str(data_dir)} | parts.pop("settings", {})
+    content = {
+        "recipe": RECIPE,
+        "settings": settings,
+        "variants": {"full": {"learning_rate": 1e-2}, "half": {"learning_rate": 5e-3}},
+        "budget": {"tokens": 12 * 128},
+        "seeds": 2,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content | parts, sort_keys=False))
+    return path
+
+
+def compare(path, folder, *options, fails=False):
+    return python(COMPARE, path, "--output_dir", folder, *options, fails=fails)
+
+
+def rows(folder):
+    if not (folder / "runs.csv").exists():
+        return []
+    with open(folder / "runs.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def running(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def studied(data_dir, tmp_path_factory):
+    """A study of three variants: the result of its command, its folder, and a function that writes its file. A run of "wild"
+    fails, the other one diverges."""
+    path = tmp_path_factory.mktemp("study")
+    line = "if 'wild-seed2' in config.output_dir: sys.exit('no luck')"
+    recipe = script(path / "recipe.py", line)
+    variants = {
+        "full": {"learning_rate": 1e-2},
+        "half": {"learning_rate": 5e-3},
+        "wild": {"learning_rate": 1e30, "max_grad_norm": 0.0},
+    }
+
+    def write(folder, **parts):
+        return study_file(folder, data_dir, recipe=recipe, variants=variants, **parts)
+
+    return compare(write(path), path / "out", fails=True), path / "out", write
+
+
+def test_a_halved_rate_is_worse_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
+    done, folder, _ = studied
+    [row] = re.findall(r"^\| half .*$", done.stdout, re.MULTILINE)
+    assert re.match(r"\| half +\| worse +\| \+\d\.\d+ ± 0\.\d+ +\|", row), row
+    assert row in (folder / "study.md").read_text()
+    assert done.stderr.count(" failed: ") == 1
+    assert re.search(r" failed: no luck \(.*/wild-seed2-.*/log.txt\)", done.stderr)
+    [row] = re.findall(r"^\| wild .*$", done.stdout, re.MULTILINE)
+    assert "1 of 1 diverged, 0 of 2 of the baseline; no pair of runs" in row
+    assert "none, 1 diverged, 1 missing" in row
+    assert sorted(float(row["loss"]) for row in rows(folder))[4:] == [float("inf")]
+
+
+def test_a_run_is_the_training_loops(tiny, studied):
+    """A recorded loss equals that of a run outside of the study; its metrics stay, its weights do not."""
+    _, folder, _ = studied
+    settings = {name: value for name, value in SMALL.items() if name != "warmup_share"}
+    own = {"learning_rate": 5e-3, "seed": 2, "max_steps": 12, "warmup_steps": 1}
+    lines = run(tiny("run", **settings, **own))
+    [row] = [row for row in rows(folder) if own.items() <= json.loads(row["settings"]).items()]
+    assert float(row["loss"]) == pytest.approx(lines[-1]["val/loss"], rel=1e-6)
+    [own] = folder.glob(f"runs/half-seed2-{row['id']}-*")
+    kept = {path.name for path in own.iterdir()}
+    assert {"metrics.jsonl", "config.yaml", "run.json", "log.txt"} <= kept
+    assert not [name for name in kept if name.endswith(".safetensors") or "checkpoint" in name]
+
+
+def test_a_recorded_study_trains_nothing(studied, tmp_path):
+    _, folder, write = studied
+    path = write(tmp_path, seeds=1)
+    copied = tmp_path / "elsewhere"  # the runs' folders are gone, the table is not
+    copied.mkdir()
+    table = (folder / "runs.csv").read_text()
+    (copied / "runs.csv").write_text(table)
+    assert "another version" not in compare(path, copied).stdout
+    assert not (copied / "runs").exists()
+    assert (copied / "runs.csv").read_text() == table
+    (copied / "runs.csv").write_text(table.replace(rows(folder)[0]["code"], "0" * 12))
+    assert "3 of 3 runs were recorded by another version" in compare(path, copied).stdout
+
+
+def test_a_finished_folder_gets_its_row_again(studied, tmp_path):
+    _, folder, write = studied
+    out = tmp_path / "out"
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("runs.csv"))
+    compare(write(tmp_path, seeds=1), out)
+    assert rows(out) == [row for row in rows(folder) if '"seed": 1' in row["settings"]]
+    for log in out.glob("runs/*-seed1-*/log.txt"):
+        assert log.read_text().count("updates 0 to") == 1
+
+
+def test_a_dry_run_says_what_is_left(studied, tmp_path):
+    _, folder, write = studied
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(folder / "runs.csv", out)
+    done = compare(write(tmp_path, seeds=3), out, "--dry_run", "true")
+    assert re.search(r" +\| half-seed3 +\| missing +\| [\d.]+k +\| 1.536k +\| 12 ", done.stdout)
+    assert re.search(r"4 runs are not recorded: .* FLOPs, \d:\d\d:\d\d with", done.stdout)
+    assert [path.name for path in out.iterdir()] == ["runs.csv"]
+
+
+HEAD = "id,settings,parameters,updates,tokens,flops,loss,bits_per_byte,code\n"
+ROW = 'a{},"{{""seed"": 1}}",1000,12,1536,2e6,10.648,4.5,0123456789ab\n'
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "<<<<<<< HEAD\n",
+        ROW.format(2)[:42],
+        ROW.format(2)[:46],
+        ROW.format(2).replace("10.648", ""),
+        ROW.format(2).replace("10.648", "nan"),
+        ROW.format(2).replace("4.5", "4.5,1"),
+    ],
+)
+def test_a_damaged_row_of_the_table_is_refused(damaged, tmp_path):
+    table = tmp_path / "runs.csv"
+    table.write_text(HEAD + ROW.format(1) + ROW.format(3))
+    assert [row["loss"] for row in read_table(table).values()] == ["10.648"] * 2
+    table.write_text(HEAD + ROW.format(1) + damaged)
+    with refused("runs.csv: row 2 is damaged"):
+        read_table(table)
+
+
+def test_what_a_run_failed_of(tmp_path):
+    (tmp_path / "log.txt").write_text("--\ntrain: no space left\n---\n")
+    assert failure(tmp_path, 1) == f"train: no space left ({tmp_path}/log.txt)"
+    assert failure(tmp_path, -9).startswith("killed by SIGKILL ")
+
+
+def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
+    monkeypatch.setattr(runs, "accelerator_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a, 5,MIG-7")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert slots() == ["GPU-1a", "5", "MIG-7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert slots() == ["0", "1", "2"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert slots() == [""] * usable_cpus()
+
+
+def test_a_runs_identity(tiny, data_dir, tmp_path):
+    """It has the settings that its recipe takes at its length, such as the quickstart's decay, 1.6 from four passes over a
+    little text on; and the weights of `init_from`, wherever they are."""
+    model, moved = tmp_path / "model", tmp_path / "moved"
+    shape = {"n_layer": 1, "n_embd": 16, "max_steps": 2}
+    run(tiny(model, **shape, seed=1))
+    shutil.copytree(model, moved)
+    own = {"data_dir": str(data_dir)}
+    tokens = read_manifest(data_dir)["splits"]["train"]["tokens"]
+    changes = [{**own, "max_steps": passes * tokens // 2048} for passes in (3, 5)]
+    changes += [{**own, "n_positions": 32, "init_from": str(folder)} for folder in (model, moved)]
+    changes.append({**changes[1], "weight_decay": 0.3})
+    trials = read_trials(ROOT / "recipes/quickstart.py", [("one", each) for each in changes])
+    assert [trial.resolved["weight_decay"] for trial in trials] == [0.3, 1.6, 0.3, 0.3, 0.3]
+    ids = [trial.id for trial in trials]
+    assert len({*ids}) == 4 and ids[2] == ids[3]
+    shutil.rmtree(model)
+    run(tiny(model, **shape, seed=2))
+    assert trials[2].changed("two", seed=trials[2].config.seed).id != ids[2]
+
+
+# Kills and several drivers
+
+
+@long
+def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
+    """Kills the driver or one of its runs at random, 20 times. The runs of a dead driver end within seconds."""
+    wanted, updates = 20, 8000
+    parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
+    path, whole, out = study_file(tmp_path, data_dir, **parts), tmp_path / "whole", tmp_path / "out"
+    compare(path, whole)
+    draw, kills, starts = random.Random(1), [], 0
+    while len(kills) < wanted:
+        started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / f"log{starts}")
+        driver, starts = psutil.Process(started.pids[0]), starts + 1
+        while started.poll() is None and len(kills) < wanted:
+            time.sleep(draw.uniform(0.5, 8))
+            if started.poll() is not None:  # the runs that were not killed are done
+                break
+            trainers = driver.children(recursive=True)
+            victim = draw.choice([driver, *trainers])
+            kills.append((victim == driver, draw.choice((signal.SIGKILL, signal.SIGTERM))))
+            victim.send_signal(kills[-1][1])
+            if victim == driver:
+                started.wait()
+                psutil.wait_procs(trainers, timeout=30)
+                assert not running(trainers)
+        assert started.wait() or len(kills) == wanted, "the study ended before the kills"
+    print(f"{len(kills)} kills, {sum(of for of, _ in kills)} of the driver, {starts} starts")
+    compare(path, out)
+    assert len(rows(out)) == 4
+    assert (out / "runs.csv").read_bytes() == (whole / "runs.csv").read_bytes()
+
+
+@long
+def test_a_run_ends_with_its_driver_and_other_code_does_not_continue_it(data_dir, tmp_path):
+    """The run of a driver that is killed saves a checkpoint. If the recipe changes, the same command starts the run anew."""
+    out, recipe = tmp_path / "out", tmp_path / "recipe.py"
+    parts = {"settings": {"log_every": 1}, "budget": {"tokens": 20_000 * 128}, "seeds": 1}
+    path = study_file(
+        tmp_path, data_dir, recipe=script(recipe, "pass"), variants={"a": {}}, **parts
+    )
+    for line in ("pass", "pass", "config.beta2 = 0.9"):
+        script(recipe, line)
+        started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
+        driver = psutil.Process(started.pids[0])
+        wait_for(lambda: any(lines(log) for log in out.glob("runs/*/metrics.jsonl")))
+        time.sleep(1)
+        trainers = driver.children(recursive=True)
+        started.send_signal(signal.SIGKILL)
+        psutil.wait_procs(trainers, timeout=30)
+        assert trainers and not running(trainers)
+    folders = sorted(out.glob("runs/a-seed1-*"), key=lambda folder: folder.stat().st_ctime)
+    logs = [(folder / "log.txt").read_text() for folder in folders]
+    assert sorted("resumed from" in log for log in logs) == [False, True]
+
+
+@long
+def test_a_recipe_that_changes_ends_the_study(data_dir, tmp_path):
+    recipe, out, log = tmp_path / "recipe.py", tmp_path / "out", tmp_path / "log"
+    path = study_file(tmp_path, data_dir, recipe=script(recipe, "pass"), variants={"one": {}})
+    started = Started(COMPARE, path, "--output_dir", out, "--processes", 1, log=log)
+    wait_for(lambda: list(out.glob("runs/*/config.yaml")))
+    script(recipe, "config.beta2 = 0.8")
+    assert started.wait() == 1
+    assert "has changed: start the study again" in log.read_text()
+    assert len(rows(out)) == 1
+
+
+@long
+def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
+    parts = {
+        "variants": {
+            "adamw": {"optimizer": "adamw"},
+            "muon": {"optimizer": "muon", "total_batch_size": 256},
+        },
+        "budget": {"tokens": [5 * 128, 12 * 128]},
+        "tune": {"learning_rate": [5e-3, "1e-2"], "lr_schedule": ["cosine", "constant"]},
+    }
+    path = study_file(tmp_path, data_dir, **parts)
+    done = compare(path, tmp_path / "out")
+    assert "tokens: 640" in done.stdout and "tokens: 1.536k" in done.stdout
+    assert "adamw: 4 trials chose learning_rate 0.01, lr_schedule constant" in done.stdout
+    assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
+    seeds = [json.loads(row["settings"])["seed"] for row in rows(tmp_path / "out")]
+    assert seeds.count(0) == 8 and len(seeds) == 8 + 2 * 2 * 2
+
+
+@pytest.fixture(scope="module")
+def alone(data_dir, tmp_path_factory):
+    """A study of three runs, so that one is the last, by one driver: its file and its folder."""
+    folder = tmp_path_factory.mktemp("alone")
+    rates = {"a": 1e-2, "b": 5e-3, "c": 2e-3}
+    variants = {name: {"learning_rate": rate} for name, rate in rates.items()}
+    parts = {"settings": {"save_every": 50}, "budget": {"tokens": 2500 * 128}, "seeds": 1}
+    path = study_file(folder, data_dir, variants=variants, **parts)
+    compare(path, folder / "out")
+    return path, folder / "out"
+
+
+def in_middle(driver, out):
+    """Whether a driver trains a run that has a checkpoint."""
+    ids = [Path(file.path).name[1:-5] for file in driver.open_files()]
+    return any(list(out.glob(f"runs/*-{id}-*/checkpoint-*")) for id in ids)
+
+
+@long
+@pytest.mark.parametrize("how", ["together", "kill", "ctrl-c", "suspend"])
+def test_two_drivers(how, alone, tmp_path):
+    """The table is that of one driver, and no run begins twice."""
+    path, out = alone[0], tmp_path / "out"
+    command = (COMPARE, path, "--output_dir", out, "--processes", 1)
+    both = [Started(*command, log=tmp_path / f"log{n}") for n in range(2)]
+    drivers = [psutil.Process(started.pids[0]) for started in both]
+    codes = [0, 0]
+    if how != "together":
+        wait_for(lambda: any(in_middle(driver, out) for driver in drivers), 120)
+        hit = next(n for n, driver in enumerate(drivers) if in_middle(driver, out))
+        if how == "suspend":
+            drivers[hit].suspend()
+            time.sleep(10)
+            drivers[hit].resume()
+        else:
+            both[hit].send_signal(signal.SIGINT if how == "ctrl-c" else signal.SIGKILL)
+            codes[hit] = 130 if how == "ctrl-c" else -signal.SIGKILL
+    assert [started.wait() for started in both] == codes, (tmp_path / "log0").read_text()
+    assert (out / "runs.csv").read_bytes() == (alone[1] / "runs.csv").read_bytes()
+    starts = [log.read_text().count("updates 0 to") for log in out.glob("runs/*/log.txt")]
+    assert starts == [1] * 3
