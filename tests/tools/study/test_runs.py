@@ -17,7 +17,6 @@ from launching import ROOT, Started, python, wait_for
 
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime.cores import usable_cpus
-from gpt2_accel.runtime.files import read_json_lines as lines
 from gpt2_accel.tools.study import runs
 from gpt2_accel.tools.study.runs import failure, read_table, read_trials, slots
 
@@ -267,18 +266,21 @@ def test_a_run_ends_with_its_driver_and_other_code_does_not_continue_it(data_dir
     path = study_file(
         tmp_path, data_dir, recipe=script(recipe, "pass"), variants={"a": {}}, **parts
     )
-    for line in ("pass", "pass", "config.beta2 = 0.9"):
+
+    def starts():
+        return "".join(log.read_text() for log in out.glob("runs/*/log.txt")).count(" to 20,000:")
+
+    for count, line in enumerate(("pass", "pass", "pass  # changed"), 1):
         script(recipe, line)
         started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
         driver = psutil.Process(started.pids[0])
-        wait_for(lambda: any(lines(log) for log in out.glob("runs/*/metrics.jsonl")))
+        wait_for(lambda count=count: starts() == count)
         time.sleep(1)
         trainers = driver.children(recursive=True)
         started.send_signal(signal.SIGKILL)
         psutil.wait_procs(trainers, timeout=30)
         assert trainers and not running(trainers)
-    folders = sorted(out.glob("runs/a-seed1-*"), key=lambda folder: folder.stat().st_ctime)
-    logs = [(folder / "log.txt").read_text() for folder in folders]
+    logs = [log.read_text() for log in out.glob("runs/a-seed1-*/log.txt")]
     assert sorted("resumed from" in log for log in logs) == [False, True]
 
 
