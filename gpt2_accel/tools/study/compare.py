@@ -190,13 +190,15 @@ def tune(study: Study, queue: Queue) -> tuple[dict[str, Settings], list[str]]:
     remarks = []
     for name in study.variants if points else ():
         own = [place for place, point in enumerate(points) if point[0] == name]
-        tried = [
-            {axis: trials[place].resolved.get(axis, v) for axis, v in points[place][1].items()}
-            for place in own
-        ]
+        tried = [typed(trials[place], points[place][1]) for place in own]
         best[name] = tried[int(np.argmin([losses[place] for place in own]))]
         remarks += tuning_remarks(name, best[name], tried)
     return best, remarks
+
+
+def typed(trial: Trial, tuned: Settings) -> Settings:
+    """Returns the tuned settings of a trial with the types of the recipe: YAML reads 1e-3 as a text."""
+    return {axis: trial.resolved.get(axis, value) for axis, value in tuned.items()}
 
 
 def tuning_remarks(name: str, best: Settings, tried: Sequence[Settings]) -> list[str]:
