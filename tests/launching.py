@@ -101,7 +101,7 @@ def python(
 def in_process(
     script: str | Path, *args: object, fails: bool = False
 ) -> subprocess.CompletedProcess:
-    """Runs `python SCRIPT ARGS` in this process: what it starts shares the fork server of this process."""
+    """Runs `python SCRIPT ARGS` in this process."""
     argv, output, errors = [str(script), *map(str, args)], io.StringIO(), io.StringIO()
     before, sys.argv = sys.argv, argv
     code: object = 0
