@@ -47,7 +47,11 @@ def write(config: LlamaConfig) -> dict[str, Any]:
 
 
 def gguf(config: LlamaConfig) -> dict[str, Any]:
-    """Returns llama.cpp's metadata."""
+    """Returns llama.cpp's metadata. Raises `ValueError` for scaled rotary positions."""
+    if config.rope_scaling is not None:
+        raise ValueError(
+            "an export has no scaled rotary positions, as of Llama 3.1: use llama.cpp's own converter"
+        )
     return {
         "feed_forward_length": config.n_inner,
         "head_count_kv": config.n_kv_head,

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from gpt2_accel.hf import DifferentModel, llama
-from gpt2_accel.models.qwen3 import Qwen3Config
 
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
@@ -13,15 +12,6 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     if set(values["layer_types"]) - {"full_attention"}:
         raise DifferentModel("it has layers with a sliding window")
     return llama.read(values, dropout)
-
-
-def gguf(config: Qwen3Config) -> dict[str, Any]:
-    """Returns llama.cpp's metadata."""
-    if config.rope_scaling is not None:
-        raise ValueError(
-            "llama.cpp does not scale the rotary positions of a Qwen3: use another server (docs/hub.md)"
-        )
-    return llama.gguf(config)
 
 
 CONVERSION = replace(
@@ -35,6 +25,5 @@ CONVERSION = replace(
         "use_sliding_window": (False,),
     },
     read=read,
-    gguf=gguf,
     gguf_interleaved=(),  # llama.cpp turns the channels of a Qwen3 as HF does
 )

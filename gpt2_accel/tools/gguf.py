@@ -6,7 +6,7 @@ was trained here. llama.cpp uses the token embedding as the head where none is s
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,11 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from gpt2_accel.hf.convert import check_finite, conversion, special_ids, to_hf
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.models.parts import rotary_frequencies
 from gpt2_accel.tokenizer import PROBE, check_vocabulary, encode, text_start
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
     from transformers import PreTrainedTokenizerBase
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -35,7 +33,7 @@ def write_gguf(
     """Writes the model in fp32 with its tokenizer. `name` is the model's name in the file.
 
     Raises `ValueError` if the package gguf is missing, the model is a class of `transformers`,
-    llama.cpp lacks some part of the model (the exact GELU, a Qwen3's scaled rotary positions), a
+    llama.cpp lacks some part of the model (the exact GELU, scaled rotary positions), a
     weight is NaN or infinite, or llama.cpp would encode some text differently than the tokenizer.
     """
     try:
@@ -62,10 +60,10 @@ def write_gguf(
         **conversion(config.architecture).gguf(config),
         "file_type": gguf.LlamaFileType.ALL_F32,
         "quantization_version": gguf.GGML_QUANT_VERSION,
+        **tokenizer_values(tokenizer, config.vocab_size),
     }
     for key, value in values.items():
         getattr(writer, f"add_{key}")(value)
-    add_tokenizer(writer, tokenizer, config.vocab_size)
     for key, tensor in gguf_tensors(model).items():
         writer.add_tensor(key, tensor.detach().to("cpu", torch.float32).contiguous().numpy())
     writer.write_header_to_file()
@@ -88,42 +86,39 @@ def gguf_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
             halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))  # (heads, 2, D/2, C)
             tensor = halves.transpose(1, 2).flatten(0, 2)
         tensors[names.get_name(key, try_suffixes=(".weight", ".bias"))] = tensor
-    if getattr(config, "rope_scaling", None):
-        plain, scaled = (
-            rotary_frequencies(config.head_dim, config.rope_theta, scaling)
-            for scaling in (None, config.rope_scaling)
-        )
-        tensors["rope_freqs.weight"] = plain / scaled
     return tensors
 
 
 # The tokenizer
 
 
-def add_tokenizer(
-    writer: "GGUFWriter", tokenizer: "PreTrainedTokenizerBase", vocab_size: int
-) -> None:
-    """Adds a byte-level BPE; rows of the model without a token get an unused one. Raises the error of `word_splitting`."""
+def tokenizer_values(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> dict[str, Any]:
+    """Returns the metadata of a byte-level BPE; rows of the model without a token get an unused one. Raises the error of
+    `word_splitting`."""
     from gguf import TokenType
 
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    splitting = word_splitting(tokenizer, backend["model"])
-    tokens = {i: (f"[PAD{i}]", TokenType.UNUSED) for i in range(vocab_size)}
-    tokens |= {i: (token, TokenType.NORMAL) for token, i in backend["model"]["vocab"].items()}
+    bpe = backend["model"]
+    splitting = word_splitting(tokenizer, bpe)
+    names = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [TokenType.UNUSED] * vocab_size
+    for token, i in bpe["vocab"].items():
+        names[i], types[i] = token, TokenType.NORMAL
     for added in backend["added_tokens"]:
-        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-        tokens[added["id"]] = (added["content"], kind)
-    names, types = zip(*(tokens[i] for i in range(vocab_size)), strict=True)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting)
-    writer.add_token_list(names)
-    writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
-    for key, value in special_ids(tokenizer, vocab_size).items():
-        getattr(writer, f"add_{key}")(value)
-    writer.add_add_bos_token(bool(text_start(tokenizer, begins=False)))
+        names[added["id"]] = added["content"]
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    values = {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": splitting,
+        "token_list": names,
+        "token_types": types,
+        "token_merges": [" ".join(pair) for pair in bpe["merges"]],
+        "add_bos_token": bool(text_start(tokenizer, begins=False)),
+        **special_ids(tokenizer, vocab_size),
+    }
     if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+        values["chat_template"] = tokenizer.chat_template
+    return values
 
 
 def word_splitting(tokenizer: "PreTrainedTokenizerBase", model: dict) -> str:

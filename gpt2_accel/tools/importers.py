@@ -28,15 +28,10 @@ def read_checkpoint(path: str | Path) -> GPT:
     """
     path = Path(path)
     checkpoint = load_pickle(path)
-    tensors = checkpoint.get("model") if isinstance(checkpoint, dict) else None
-    if not isinstance(tensors, dict):
-        raise ValueError(
-            f"{path} is not a checkpoint of nanoGPT or build-nanogpt: give the .pt that its train script wrote"
-        )
-    values, gelu = checkpoint.get("model_args"), "none"
-    if values is None:
-        values, gelu = getattr(checkpoint.get("config"), "__dict__", {}), "tanh"
     try:
+        tensors, values, gelu = checkpoint["model"], checkpoint.get("model_args"), "none"
+        if values is None:
+            values, gelu = vars(checkpoint["config"]), "tanh"
         rows = values["vocab_size"]
         config = GPTConfig(
             vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
@@ -45,9 +40,10 @@ def read_checkpoint(path: str | Path) -> GPT:
             bias=values.get("bias", True),
             gelu=gelu,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
-            f"{path} does not describe its model ({error}): save it with its arguments, as nanoGPT does"
+            f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt that its train script wrote, "
+            "with the model's weights and arguments"
         ) from error
     converted = {}
     for key, tensor in tensors.items():

@@ -1,6 +1,5 @@
 """`recipes/export.py`: GGUF files give transformers the same tokens and logits."""
 
-import math
 import socket
 
 import pytest
@@ -99,22 +98,6 @@ def test_transformers_reads_a_llama_from_gguf(tied, kind, tmp_path):
     assert found[f"{name}.rope.freq_base"] == model.config.rope_theta
 
 
-def test_llama_cpp_gets_the_factors_of_scaled_rotary_positions(tmp_path):
-    """The names and formula are those of llama.cpp's `convert_hf_to_gguf.py`; make test-serve reads the file."""
-    scaling = RotaryScaling(8.0, 1.0, 4.0, 16)
-    model = random_llama(LlamaConfig, 280, rope_scaling=scaling)
-    write_gguf(model, own_bpe(), tmp_path / "a.gguf")
-    [factors] = [t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors if "rope" in t.name]
-    assert factors.name == "rope_freqs.weight" and factors.data.shape == (8,)
-    waves = 2 * math.pi * 1e5 ** (torch.arange(0, 16, 2) / 16)
-    smooth = (16 / waves - 1) / 3
-    expected = 1 / ((1 - smooth) / 8 + smooth)
-    expected[waves > 16], expected[waves < 4] = 8, 1
-    assert factors.data.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    with refused("llama.cpp does not scale the rotary positions of a Qwen3"):
-        write_gguf(random_llama(Qwen3Config, 280, rope_scaling=scaling), own_bpe(), tmp_path / "b")
-
-
 def metadata(path):
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
@@ -171,6 +154,10 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
         write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
     with refused("llama.cpp does not have nanochat: serve the model by transformers serve"):
         write_gguf(random_llama(NanochatConfig, 280), own_bpe(), tmp_path / "a.gguf")
+    for kind in (LlamaConfig, Qwen3Config):
+        with refused("no scaled rotary positions"):
+            scaled = random_llama(kind, 280, rope_scaling=RotaryScaling(8.0, 1.0, 4.0, 16))
+            write_gguf(scaled, own_bpe(), tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
 
 

@@ -94,7 +94,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path):
         ({"weights": {}}, "is not a checkpoint of nanoGPT"),
         (
             {"model": {}, "model_args": {"block_size": 4}},
-            "does not describe its model .'vocab_size'",
+            "is not a checkpoint of nanoGPT or build-nanogpt .KeyError.'vocab_size'",
         ),
     ):
         torch.save(content, file)
