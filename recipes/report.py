@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.runtime.options import Parser
-from gpt2_accel.tools.report import read_run, write_report
+from gpt2_accel.tools.report import Run, write_report
 
 
 def parse_options() -> argparse.Namespace:
@@ -27,7 +27,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    runs = [read_run(folder) for folder in options.runs]
+    runs = [Run(folder) for folder in options.runs]
     path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report")
     print(f"{path} and {len(list(path.parent.glob('*.png')))} PNGs beside it")
 

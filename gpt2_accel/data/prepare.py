@@ -34,7 +34,6 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
-    check_name,
     disk_errors,
     remove,
     remove_leftovers,
@@ -307,7 +306,6 @@ def make_data(
     Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
     errors of `write` and `read_shard`.
     """
-    check_name(data_dir)
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
     lock = data_dir.with_name(f".{data_dir.name}.lock")

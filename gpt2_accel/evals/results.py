@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from gpt2_accel.runtime.files import parse_json
+from gpt2_accel.runtime.files import number, parse_json
 
 Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 # Hub ids of OpenAI's four checkpoints.
@@ -19,12 +19,6 @@ def markdown(heads: Sequence[str], rows: Rows) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
-
-
-def number(values: Mapping[str, float | None], name: str) -> str:
-    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345; empty if it is unknown."""
-    known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
-    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
 def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:

@@ -40,7 +40,7 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
         (*values(lines, name, "tokens"), dict(style, color=COLOURS[0]))
         for name, style in LOSS_STYLES.items()
     ]
-    save_png(chart(LOSSES, "tokens", curves, height=3.2), path)
+    save_png(chart(LOSSES, "tokens", curves), path)
 
 
 def values(
@@ -56,17 +56,10 @@ def values(
     return xs, ys
 
 
-def chart(
-    title: str,
-    xlabel: str,
-    curves: Iterable[Curve],
-    *,
-    height: float = 2.2,
-    from_zero: bool = False,
-) -> "Figure":
+def chart(title: str, xlabel: str, curves: Iterable[Curve], *, from_zero: bool = False) -> "Figure":
     """Draws curves, with a marker at each of few points. The vertical axis leaves out what is higher in the first
     twentieth of a curve than in the rest of it."""
-    figure, ax = new_figure(title, WIDTH, height)
+    figure, ax = new_figure(title, WIDTH, 2.2)
     bottom, top = [0.0] if from_zero else [], []
     for x, y, style in curves:
         ax.plot(x, y, marker="o" if len(x) <= 60 else None, markersize=3, **style)

@@ -1,6 +1,6 @@
-"""Atomic writes, folder locks, checksums, JSON lines, messages of errors. A reader sees the old content or the new, never a part.
+"""Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, messages of errors.
 
-Files are written under a hidden temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and
+A reader sees the old content or the new, never a part. Files are written under a hidden temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and
 renamed. The name is unique, so two processes can write the same file. The process in the name identifies what a killed
 process left behind (`remove_leftovers`).
 """
@@ -13,13 +13,14 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 LOCK = ".lock"  # the name of a lock file
 
@@ -180,35 +181,28 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
-    check_name(folder)
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, poll_interval=0.5)
-    for seconds in (0.0, wait):
-        with suppress(Timeout):
-            lock.acquire(timeout=seconds)
-            break
-        if wait > seconds:
-            print(f"waiting for {folder}, which another process uses", flush=True)
-    else:
+    try:
+        lock = FileLock(folder / LOCK, poll_interval=0.5).acquire(timeout=wait)
+    except Timeout as error:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
-        )
+        ) from error
     held = lock_id(folder)
-    try:
-        remove_leftovers(folder)
-        yield
-    except BaseException:
-        with suppress(OSError):
-            own = lock_id(folder) == held  # not that of another process in a new folder
-            if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                for path in created:
-                    path.rmdir()
-        raise
-    finally:
-        lock.release()
+    with lock:
+        try:
+            remove_leftovers(folder)
+            yield
+        except BaseException:
+            with suppress(OSError):
+                own = lock_id(folder) == held  # not that of another process in a new folder
+                if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+                    for path in created:
+                        path.rmdir()
+            raise
 
 
 def check_renames(folder: Path) -> None:
@@ -245,12 +239,6 @@ def check_unused(folder: str | Path) -> None:
         raise FileExistsError(f"{folder} exists already: choose another folder")
 
 
-def check_name(folder: str | Path) -> None:
-    """Raises `ValueError` if the name of an output folder is not UTF-8, which tokenizers need."""
-    if os.fsencode(folder) != str(folder).encode(errors="replace"):
-        raise ValueError(f"the name {str(folder)!r} is not UTF-8: choose another folder")
-
-
 def digest(path: Path) -> str:
     """Returns the SHA-256 of a file, hex."""
     with open(path, "rb") as file:
@@ -268,11 +256,14 @@ def plain_name(name: object) -> bool:
 
 
 def readable_size(size: float) -> str:
-    """Formats a size in bytes with two digits or more: 850 kB, 3.4 MB, 12 GB (1e9 bytes)."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= 0.95 * unit:
-            return f"{size / unit:.{size < 9.5 * unit:d}f} {name}"
-    return f"{size:.0f} bytes"
+    """Formats a size in bytes with three digits: 850kB, 3.40MB, 12.0GB (1e9 bytes)."""
+    return tqdm.format_sizeof(size, "B")
+
+
+def number(values: Mapping[str, float | None], name: str) -> str:
+    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345; empty if it is unknown."""
+    known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
+    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
 # JSON

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_accel.runtime.device import memory_gb
-from gpt2_accel.runtime.files import JsonLines, lock_id, sentence, write_json
+from gpt2_accel.runtime.files import JsonLines, lock_id, number, sentence, write_json
 from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
@@ -62,7 +62,6 @@ class RunLog(AbstractContextManager):
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
-        self._first = self.step
         self.resume()
         return self
 
@@ -85,8 +84,6 @@ class RunLog(AbstractContextManager):
         self.seconds += time.perf_counter() - self._now
         self.step = step
         self.resume()
-        if self._bar.n == self._first:  # the first update may compile: its time says nothing
-            self._bar.unpause()
         self._bar.update(step - self._bar.n)
 
     def training(self, figures: dict[str, float]) -> None:
@@ -153,12 +150,8 @@ def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_words(results: dict[str, float]) -> str:
     """Formats the results of an evaluation as one line, each with its standard error if there is one."""
-    errors = {name: f" ± {results[name]:.4f}" for name in results if name.endswith("_stderr")}
-    return ", ".join(
-        f"{name} {value:.4f}{errors.get(f'{name}_stderr', '')}"
-        for name, value in results.items()
-        if name not in errors
-    )
+    names = [name for name in results if not name.endswith("_stderr")]
+    return ", ".join(f"{name} {number(results, name)}" for name in names)
 
 
 @dataclass

@@ -4,9 +4,8 @@ Draws what a run's folder has so far, of release 0.3 and later.
 """
 
 import io
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import cycle
+from collections.abc import Iterable
+from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from jinja2 import Environment
 
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.estimate.flops import duration
-from gpt2_accel.evals.results import number, read_record, result_rows, rows_of
+from gpt2_accel.evals.results import read_record, rows_of
 from gpt2_accel.hf.loss_plot import (
     COLOURS,
     FAINT,
@@ -26,7 +25,7 @@ from gpt2_accel.hf.loss_plot import (
     require_matplotlib,
     values,
 )
-from gpt2_accel.runtime.files import atomic_files, read_json_lines
+from gpt2_accel.runtime.files import atomic_files, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
 
 if TYPE_CHECKING:
@@ -44,48 +43,41 @@ METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 
 
-@dataclass
 class Run:
-    """A run's folder as it was found; what is missing is empty.
+    """A run's folder as it is so far; what is missing is empty.
 
-    `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`; `metadata` of `run.json`; `status` of
-    `status.json`; `evaluated` the entries of `evaluation.json`, the run's own and those of its checkpoints.
+    `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`, without damaged ones; `metadata` is `run.json`;
+    `status` is `status.json`; `evaluated` has the results in `evaluation.json`, the run's own and those of its checkpoints.
+
+    Raises `FileNotFoundError` if there is no such folder, `ValueError` if it holds nothing of a run, or a damaged file.
     """
 
-    folder: Path
-    name: str
-    settings: dict = field(default_factory=dict)
-    metadata: dict = field(default_factory=dict)
-    status: dict = field(default_factory=dict)
-    lines: list[dict] = field(default_factory=list)
-    samples: list[dict] = field(default_factory=list)
-    evaluated: dict[str, dict] = field(default_factory=dict)
+    def __init__(self, folder: str | Path):
+        self.folder = folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder} is not a folder: give that of a run, its --output_dir"
+            )
+        self.name = folder.resolve().name
+        self.settings = load_saved(folder / "config.yaml")
+        self.metadata = load_saved(folder / "run.json")
+        self.status = read_status(folder)
+        self.lines = read_json_lines(folder / "metrics.jsonl")
+        self.samples = read_json_lines(folder / "samples.jsonl")
+        checkpoints = list_checkpoints(folder)
+        known = "output_dir" in self.settings or "run_id" in self.metadata
+        if not (known or self.lines or checkpoints):
+            raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")
+        self.evaluated = []
+        for place in (*checkpoints, folder):
+            entries = read_record(place / "evaluation.json").values()
+            self.evaluated += [entry["results"] for entry in entries]
 
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
         """Returns (x, y) of a metric's finite values over an axis of `AXES`; empty where one is unknown."""
         _, key, unit = AXES[axis]
         unit = unit or self.metadata.get("flops_per_token")
         return values(self.lines, name, key, unit) if unit else ([], [])
-
-
-def read_run(folder: str | Path) -> Run:
-    """Returns all that a run left so far, without the damaged lines of its logs. Raises `FileNotFoundError` if there is no such
-    folder, `ValueError` if it holds nothing of a run, or a damaged file."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder: give that of a run, its --output_dir")
-    settings = load_saved(folder / "config.yaml")
-    metadata = load_saved(folder / "run.json")
-    lines = read_json_lines(folder / "metrics.jsonl")
-    samples = read_json_lines(folder / "samples.jsonl")
-    checkpoints = list_checkpoints(folder)
-    if not ("output_dir" in settings or "run_id" in metadata or lines or checkpoints):
-        raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")
-    name = folder.resolve().name
-    run = Run(folder, name, settings, metadata, read_status(folder), lines, samples)
-    for place in (*checkpoints, folder):
-        run.evaluated |= read_record(place / "evaluation.json")
-    return run
 
 
 def write_report(runs: list[Run], folder: str | Path) -> Path:
@@ -106,39 +98,27 @@ def report_of(runs: list[Run]) -> tuple[str, dict[str, "Figure"]]:
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
-    metrics = comparable(runs, [line for run in runs for line in run.lines])
-    columns, entries, notes = [], {}, {}
+    metrics = comparable(runs)
+    columns = []
     for run in runs:
-        newest = {name: value for line in run.lines for name, value in line.items()}
+        newest = {}
+        for line in (*run.lines, *run.evaluated):
+            newest |= line
         columns.append(facts(run) | {name: number(newest, name) for name in metrics})
-        for name, entry in run.evaluated.items():
-            entries[f"{run.name}: {name}, update {entry.get('step')}"] = entry["results"]
-            notes |= dict.fromkeys(f"{run.name}: {note}" for note in entry["notes"])
-    results = result_rows(entries.values())
     settings = rows_of([run.settings for run in runs])
     if len(runs) > 1:
         settings = {name: cells for name, cells in settings.items() if len(set(cells)) > 1}
-    sections = {
-        "Loss": loss_figures(runs),
-        "Evaluations": figures(runs, metrics),
-        "Training": figures(runs, [f"train/{name}" for name in TRAINING]),
-    }
+    figures = draw(runs, metrics)
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    document = (
-        Environment(autoescape=True)
-        .from_string(source)
-        .render(
-            runs=runs,
-            facts=rows_of(columns),
-            sections=sections,
-            entries=entries,
-            results={name: results[name] for name in comparable(runs, entries.values())},
-            notes=notes,
-            settings=settings,
-            svg=themed_svg,
-        )
+    template = Environment(autoescape=True).from_string(source)
+    document = template.render(
+        runs=runs,
+        facts=rows_of(columns),
+        figures=figures,
+        settings=settings,
+        svg=themed_svg,
     )
-    return document, sections["Loss"] | sections["Evaluations"] | sections["Training"]
+    return document, figures
 
 
 def facts(run: Run) -> dict[str, object]:
@@ -162,56 +142,41 @@ def same_tokens(runs: list[Run]) -> bool:
     return len({each.get("tokenizer") or each.get("vocab_size") for each in known}) <= 1
 
 
-def comparable(runs: list[Run], found: Iterable[Mapping]) -> list[str]:
-    """Returns the names of evaluations' metrics in `found`, without standard errors, and without per-token metrics if the
-    tokenizers differ."""
+def comparable(runs: list[Run]) -> list[str]:
+    """Returns the names of the runs' metrics other than those of training and standard errors, and without per-token metrics
+    if the tokenizers differ."""
     left_out = ("_stderr",) if same_tokens(runs) else ("_stderr", *PER_TOKEN)
-    names = dict.fromkeys(name for line in found for name in line)
+    lines = chain.from_iterable((*run.lines, *run.evaluated) for run in runs)
+    names = dict.fromkeys(chain.from_iterable(lines))
     return [
         n for n in names if "/" in n and not n.startswith("train/") and not n.endswith(left_out)
     ]
 
 
-def loss_figures(runs: list[Run]) -> dict[str, "Figure"]:
-    """Draws training loss, faint, and validation loss, bold, over each of `AXES` that is known. If the tokenizers differ,
-    only the validation loss, in bits per byte."""
+def draw(runs: list[Run], metrics: Iterable[str]) -> dict[str, "Figure"]:
+    """Draws the loss over each of `AXES`, then `metrics` and those of `TRAINING` over tokens; returns the figures by file name.
+    Leaves out what has fewer than two values. If the tokenizers differ, the loss is in bits per byte."""
     styles, title = LOSS_STYLES, LOSSES
     if not same_tokens(runs):
         styles, title = {"val/bits_per_byte": {"linewidth": 2}}, "validation loss in bits per byte"
-    drawn = {}
+    plots = {}
     for axis in AXES:
-        if any(run.curve("step", axis)[0] for run in runs):
-            name = "loss" if axis == "tokens" else f"loss-over-{axis}"
-            drawn[name] = figure_of(runs, title, styles, axis, 3.2)
-            add_legend(drawn[name].axes[0])
-    return drawn
-
-
-def figures(runs: list[Run], names: Iterable[str]) -> dict[str, "Figure"]:
-    """Draws the metrics with several values over tokens; one value is in the table of runs."""
-    return {
-        name.replace("/", "-"): figure_of(runs, name, {name: {"linewidth": 1.3}})
-        for name in names
-        if any(len(run.curve(name, "tokens")[0]) > 1 for run in runs)
-    }
-
-
-def figure_of(
-    runs: list[Run],
-    title: str,
-    styles: Mapping[str, Mapping],
-    axis: str = "tokens",
-    height: float = 2.2,
-) -> "Figure":
-    """Draws metrics of several runs over one of `AXES`. `styles` holds the properties of each metric's lines. The vertical
-    axes of training begin with 0."""
-    curves = []
-    for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        for name, style in styles.items():
-            curves.append((*run.curve(name, axis), dict(style, color=colour)))
-        curves.append(([], [], {"label": run.name, "color": colour}))
-    from_zero = title.startswith("train/")
-    return chart(title, AXES[axis][0], curves, height=height, from_zero=from_zero)
+        plots["loss" if axis == "tokens" else f"loss-over-{axis}"] = title, styles, axis
+    for name in (*metrics, *(f"train/{name}" for name in TRAINING)):
+        plots[name.replace("/", "-")] = name, {name: {"linewidth": 1.3}}, "tokens"
+    figures = {}
+    for file, (title, styles, axis) in plots.items():
+        curves = []
+        for run, colour in zip(runs, cycle(COLOURS), strict=False):
+            for name, style in styles.items():
+                curves.append((*run.curve(name, axis), dict(style, color=colour)))
+            curves.append(([], [], {"label": run.name, "color": colour}))
+        if max(len(x) for x, _, _ in curves) > 1:
+            figures[file] = chart(title, AXES[axis][0], curves)
+            if file.startswith("loss"):
+                figures[file].set_figheight(3.2)
+                add_legend(figures[file].axes[0])
+    return figures
 
 
 def themed_svg(figure: "Figure") -> str:

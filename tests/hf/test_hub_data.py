@@ -132,7 +132,7 @@ def test_data_is_pushed_pulled_and_trained_on(user, shards, tmp_path, times):
     )
     said = user.succeed(script, log=log)
     assert f"The data is at {server.url}" in said
-    assert re.search(r"user/words: \d+ files, \d+ kB", said)
+    assert re.search(r"user/words: \d+ files, [\d.]+kB", said)
     card = server.files(REPO)["README.md"].decode()
     assert "license: other" in card and "Source: made up" in card and "hub:user/words" in card
     assert server.repos[REPO]["private"]

@@ -12,7 +12,8 @@ import pytest
 from conftest import read_json, refused, run, tiny_config
 from launching import python
 
-from gpt2_accel.tools.report import Run, loss_figures, read_run, report_of, write_report
+from gpt2_accel.runtime.files import write_json
+from gpt2_accel.tools.report import Run, draw, report_of, write_report
 
 pytest.importorskip("matplotlib")
 
@@ -73,35 +74,27 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
         browser.close()
 
 
-def test_results_of_evaluate_stand_in_the_report(runs, tmp_path):
+def test_the_newest_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
-    entry = {
-        "step": 60,
-        "weights": "00",
-        "precision": "no",
-        "results": {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
-        | {"text/perplexity_per_token": 12345.6, "text/loss": None},
-        "notes": ["hellaswag: 12 <items>"],
-    }
-    older = {**entry, "step": 40}
-    for place, name, content in ((folder, "new", entry), (folder / "checkpoint-40", "old", older)):
-        (place / "evaluation.json").write_text(json.dumps({name: content}))
-    first, second = read_run(folder), read_run(runs / "second")
+    entry = {"step": 60, "weights": "00", "precision": "no"}
+    older = {"hellaswag/acc": 0.2, "core/core": 0.125}
+    newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
+    newer |= {"text/perplexity_per_token": 12345.6, "text/loss": None}
+    for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
+        write_json(place / "evaluation.json", {"model": {**entry, "results": results}})
+    first, second = Run(folder), Run(runs / "second")
     page = report_of([first, second])[0]
-    assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page
-    assert "first: hellaswag: 12 &lt;items&gt;" in page
-    assert "old, update 40" in page and "new, update 60" in page
+    assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page and "0.1250" in page
     assert "text/perplexity_per_token" in page and "12,346" in page
     second.metadata["tokenizer"] = "another"
-    page = report_of([first, second])[0]
-    assert "perplexity_per_token" not in page
+    assert "perplexity_per_token" not in report_of([first, second])[0]
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json does not hold evaluations"):
-        read_run(folder)
+        Run(folder)
 
 
 def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
-    first = read_run(runs / "first")
+    first = Run(runs / "first")
     lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").open()]
     tokens, loss = first.curve("train/loss", "tokens")
     assert loss == [line["train/loss"] for line in lines]
@@ -116,10 +109,10 @@ def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
 
 def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     def drawn():
-        [axes] = loss_figures([first, second])["loss"].axes
+        [axes] = draw([first, second], [])["loss"].axes
         return [list(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata())]
 
-    first, second = read_run(runs / "first"), read_run(runs / "second")
+    first, second = Run(runs / "first"), Run(runs / "second")
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second])[0]
@@ -140,9 +133,10 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
         line |= {"val/loss": 3 + 8 / line["step"], "val/loss_stderr": 0.01}
         line |= {"val/perplexity": 20 + 1e5 / line["step"], "val/rising": 1 - 1 / line["step"]}
     lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
-    run = Run(tmp_path, "run", lines=lines, metadata={"flops_per_token": 8.6e8})
-    run.status = {"state": "stopped", "step": updates, "reason": "SIGTERM"}
-    run.metadata["changes"] = ["a 1 -> 2 from update 8", "b"]
+    changes = ["a 1 -> 2 from update 8", "b"]
+    write_json(tmp_path / "run.json", {"run_id": "", "flops_per_token": 8.6e8, "changes": changes})
+    run = Run(tmp_path)
+    run.lines, run.status = lines, {"state": "stopped", "step": updates, "reason": "SIGTERM"}
     table, pictures = report_of([run])
     names = {
         "loss",
@@ -183,17 +177,17 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
         file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n{"step": 63, "tok')
     report(starting, running, "--output_dir", tmp_path / "out")
     assert "</svg>" in (tmp_path / "out/report.html").read_text()
-    curve = read_run(running).curve("train/loss", "tokens")[1]
+    curve = Run(running).curve("train/loss", "tokens")[1]
     assert len(curve) == 60 and all(map(math.isfinite, curve))
     (running / "run.json").write_bytes(b"\xff{")
     with refused("run.json is not valid YAML"):
-        read_run(running)
+        Run(running)
 
 
 def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     with refused("none is not a folder: give that of a run"):
-        read_run(tmp_path / "none")
+        Run(tmp_path / "none")
     done = report(tmp_path / "empty", fails=True)
     assert len(done.stderr.splitlines()) == 1
     assert "empty holds nothing of a run: give the --output_dir of one" in done.stderr
@@ -202,11 +196,11 @@ def test_what_is_no_run_is_said_in_one_sentence(tmp_path):
         other.mkdir()
         (other / name).write_text(content)
         with refused("holds nothing of a run"):
-            read_run(other)
+            Run(other)
         assert [path.name for path in other.iterdir()] == [name]
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with refused(r"pip install 'matplotlib>=3.9'"):
-        write_report([read_run(runs / "first")], runs / "out")
+        write_report([Run(runs / "first")], runs / "out")
