@@ -26,10 +26,7 @@ from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import on_main_process
-from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.runtime.trackers import start_tracker
-
-LONGEST_WAIT = 3600.0  # seconds that a run waits for its last upload
 
 
 class Callback(Protocol):
@@ -220,8 +217,7 @@ class Pushes(AbstractContextManager):
 
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest
     checkpoint waits for the next one. A failed upload is printed; it never ends the run. Leaving
-    the context waits for the last upload, at most `LONGEST_WAIT` and only while the run's `stop`
-    has seconds left. The threads are daemons: those of the client's `run_as_future` are joined when
+    the context waits for the last upload while the run's `stop` has seconds left. The threads are daemons: those of the client's `run_as_future` are joined when
     the interpreter exits, also if the Hub never answers.
     """
 
@@ -237,7 +233,6 @@ class Pushes(AbstractContextManager):
             self.scratch = run.run_dir / ".uploads"
             self.repo_id = run.config.push_to_hub
             self.print_line = run.log.print_line
-            self.later = f"by {recipe_command('push_to_hub')}"
             remove(self.scratch)  # of a process that was killed
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
@@ -249,13 +244,12 @@ class Pushes(AbstractContextManager):
                 f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
                 f"all files are in {self.scratch.parent}"
             )
-            ends = time.monotonic() + LONGEST_WAIT
             with suppress(KeyboardInterrupt):
-                while thread.is_alive() and stop.seconds_left > 0 and time.monotonic() < ends:
+                while thread.is_alive() and stop.seconds_left > 0:
                     thread.join(0.1)
         if thread.is_alive():
             self.print_line(
-                f"the upload to {self.repo_id} did not end in time: push again, {self.later}"
+                f"the upload to {self.repo_id} did not end in time: push again by push_to_hub.py"
             )
             self.newest = None
             # The interpreter would join the client's own threads, which may wait forever.
@@ -299,7 +293,7 @@ class Pushes(AbstractContextManager):
                 try:
                     self.print_line(f"uploaded to {push(folder, self.repo_id)}")
                 except OSError as error:
-                    self.print_line(f"{error}, {self.later}")
+                    self.print_line(str(error))
         remove(folder)
 
 

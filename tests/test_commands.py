@@ -153,13 +153,12 @@ NOT_RUN = {
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
     "--output_dir runs/changed": "trains for two minutes",
-    "python recipes/report.py runs/quickstart runs/changed": "tests/tools/report/test_report.py does",
+    "python recipes/report.py runs/quickstart runs/changed": "tests/tools/test_report.py does",
     "make gpu PART=tests": "tests/benchmarks/test_gpu.py does",
     "pip install git+ADDRESS": "installs",
     "pip wheel --no-deps --wheel-dir dist .": "tests/test_install.py does",
     "pip install dist/gpt2_accel-*.whl": "tests/test_install.py does",
     "gpt2-accel quickstart": "trains for two minutes",
-    "gpt2-accel doctor": "tests/tools/test_doctor.py does",
     "gpt2-accel config 8xa100 > my.yaml": "tests/cli/test_command.py does",
     "gpt2-accel config notebook > notebook.ipynb": "tests/cli/test_command.py does",
     "pip install 'matplotlib>=3.9'": "installs",
@@ -197,7 +196,7 @@ NOT_RUN = {
         ),
         "tests/hf/test_hub_data.py does",
     ),
-    "python recipes/report.py runs/quickstart": "tests/tools/report/test_report.py does",
+    "python recipes/report.py runs/quickstart": "tests/tools/test_report.py does",
     "python recipes/demo.py --model runs/quickstart": "tests/recipes/test_demo.py does",
 }
 

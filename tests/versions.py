@@ -18,10 +18,9 @@ PACKAGES = ("transformers", "accelerate", "huggingface_hub", "datasets", "tokeni
 TESTS = (
     *("models", "generation", "checkpoint", "evals/test_evals.py", "test_train.py"),
     *("data/test_loader.py", "data/test_prepare.py", "data/test_shards.py", "test_tokenizer.py"),
-    *("hf/test_convert.py", "hf/test_hub.py", "hf/test_importers.py", "hf/test_model_card.py"),
+    *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py", "hf/test_model_card.py"),
     *(
         "test_config.py",
-        "tools/test_doctor.py",
         "runtime/test_launch.py::test_the_headline_command",
     ),
 )

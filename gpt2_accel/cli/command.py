@@ -9,19 +9,17 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable
-from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
 import gpt2_accel
 from gpt2_accel import cli
+from gpt2_accel.runtime.cores import may_have_gpu
 from gpt2_accel.runtime.recipe_command import COMMANDS, folder
-from gpt2_accel.tools.doctor import fitting_launch
 
 HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
 {commands}
-  doctor                  say whether training works here, and which launch config fits
   launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
@@ -36,10 +34,10 @@ Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be
 """
 
 
-def by_name(where: str, *patterns: str) -> dict[str, Path]:
+def by_name(where: str, *suffixes: str) -> dict[str, Path]:
     """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
-    paths = chain.from_iterable(folder(where).glob(pattern) for pattern in patterns)
-    return {plain_name(path): path for path in sorted(paths)}
+    paths = sorted(folder(where).iterdir())
+    return {plain_name(path): path for path in paths if path.suffix in suffixes}
 
 
 def plain_name(path: Path) -> str:
@@ -47,9 +45,9 @@ def plain_name(path: Path) -> str:
     return path.stem.replace("_", "-")
 
 
-CONFIGS = by_name("accelerate_configs", "*.yaml")
-RECIPES = by_name("recipes", "*.py")
-SETTINGS = by_name("recipes", "*.yaml", "*.ipynb")
+CONFIGS = by_name("accelerate_configs", ".yaml")
+RECIPES = by_name("recipes", ".py")
+SETTINGS = by_name("recipes", ".yaml", ".ipynb")
 TRAINED = [name for name, path in RECIPES.items() if path.stem not in COMMANDS.values()]
 
 
@@ -67,8 +65,6 @@ def run(words: list[str]) -> None:
         print(f"gpt2_accel {gpt2_accel.__version__}")
     elif command in COMMANDS:
         start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
-    elif command == "doctor":
-        start("-P", "-m", "gpt2_accel.tools.doctor", *args)
     elif command == "launch":
         launch(*args)
     elif command == "config":
@@ -76,7 +72,7 @@ def run(words: list[str]) -> None:
     elif is_recipe(command, TRAINED):
         launch(command, *args)
     else:
-        names = [*TRAINED, *COMMANDS, "doctor", "launch", "config"]
+        names = [*TRAINED, *COMMANDS, "launch", "config"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -153,3 +149,25 @@ def unknown(what: str, given: str, names: Iterable[str]) -> str:
     close = [n for word in given.split() for n in difflib.get_close_matches(word, names, n=1)]
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
     return f"there is no {what} {given!r}: {hint}"
+
+
+def fitting_launch() -> list[str]:
+    """Returns the name of the shipped launch config that fits this machine, and the launcher's flags that it needs."""
+    if not may_have_gpu():
+        return ["cpu"]
+    from gpt2_accel.runtime.device import accelerator_count, has_bf16, launch_device
+
+    device = launch_device()
+    return fitting(device.type, accelerator_count(), has_bf16(device))
+
+
+def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
+    """Returns what `fitting_launch` returns, for `gpus` devices of a type such as `cuda`.
+
+    A CPU gets `cpu` also if it has bf16 units: compiled bf16, which is faster, takes a minute to start.
+    """
+    if kind in ("cpu", "mps"):
+        return [kind]
+    if gpus == 1:
+        return ["1xgpu" if bf16 else "1xt4-fp16"]
+    return ["8xa100" if bf16 else "2xt4-fp16", "--num_processes", str(gpus)]

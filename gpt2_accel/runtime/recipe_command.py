@@ -36,16 +36,10 @@ def folder(name: str) -> Path:
 
 
 def recipe_command(recipe: str, *arguments: str | Path) -> str:
-    """Returns the command that runs `recipes/RECIPE.py`, quoted for a shell in the working directory.
-
-    It is `gpt2-accel NAME` for an installed wheel, else `python recipes/RECIPE.py`.
-    """
-    python = Path(sys.executable)
-    name = os.path.relpath(folder("recipes") / f"{recipe}.py")
-    if folder("recipes").parent == PACKAGE:
-        [name] = [name for name, script in COMMANDS.items() if script == recipe]
-        python = python.with_name("gpt2-accel")
-    return shlex.join([program(python), name, *map(str, arguments)])
+    """Returns the command that runs `recipes/RECIPE.py`, quoted for a shell in the working directory."""
+    [name] = [name for name, script in COMMANDS.items() if script == recipe]
+    console = Path(sys.executable).with_name("gpt2-accel")
+    return shlex.join([program(console), name, *map(str, arguments)])
 
 
 def program(path: Path) -> str:

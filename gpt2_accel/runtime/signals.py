@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 SIGNALS = (
@@ -107,16 +106,10 @@ def launched() -> bool:
 def die_with_launcher() -> None:
     """On Linux, makes the kernel send SIGTERM to this process when its launcher, or the study that started it, dies.
 
-    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing if the parent is another
-    process: the end of a shell must not stop the run.
+    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing without a launcher or a
+    study: the end of a shell must not stop the run.
     """
-    if os.environ.get(DRIVER) == str(os.getppid()):
-        end_with_parent(signal.SIGTERM)
-    try:
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-    except OSError:
-        return
-    if b"accelerate" in command or b"torchrun" in command or b"torch.distributed" in command:
+    if launched() or os.environ.get(DRIVER) == str(os.getppid()):
         end_with_parent(signal.SIGTERM)
 
 

@@ -158,7 +158,7 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
     [
         ([("POST", "/create", 401)] * 4, "could not upload to user/name .*hf auth login"),
         ([("POST", "/commit/", 500)] * 2, "uploaded to"),
-        ([("POST", "/commit/", 500)] * 4, "could not upload to user/name .*push_to_hub.py"),
+        ([("POST", "/commit/", 500)] * 4, "could not upload to user/name .* and push again"),
         ([("PUT", "/lfs/", "cut")], "uploaded to"),
         ([("POST", "/commit/", "cut")], "uploaded to"),
     ],
