@@ -1,7 +1,8 @@
 """Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, messages of errors.
 
-A reader sees the old content or the new, never a part. Files are written under a hidden temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and
-renamed. The name is unique, so two processes can write the same file. The process in the name identifies what a killed
+A reader sees the old content or the new, never a part. Files are written under a hidden temporary
+name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The name is
+unique, so two processes can write the same file. The process in the name identifies what a killed
 process left behind (`remove_leftovers`).
 """
 
