@@ -17,13 +17,13 @@ The same command, started again after a kill, does what is missing.
 - openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
-- text: files and folders. A document is a row of a .json, .jsonl, .ndjson, .csv, .tsv or .parquet file,
+- text: files and folders. A document is a row of a .json, .jsonl, .ndjson or .parquet file,
   compressed (.gz, .zst, .bz2) or not, and every other file of UTF-8 text.
 - hf: a data set on the Hub, of such files of rows.
 - chat: conversations, of a data set on the Hub or of such files, in the chat template of `--model`
   or ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
-- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it, or only its
-  first `--shards` training shards. `--data_dir hub:USER/NAME` trains on it without a download. See docs/data.md.
+- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it.
+  `--data_dir hub:USER/NAME` trains on it without a download. See docs/data.md.
 
 One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its text. If that is less
 than 1% or more than 15% of the text, the last 5% of each document is held out instead.
@@ -34,20 +34,19 @@ import itertools
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpt2_accel import cli
 from gpt2_accel.data.conversations import (
-    chat_files,
     plural,
     prepare_conversations,
     summary,
 )
-from gpt2_accel.data.documents import all_train, by_hash
+from gpt2_accel.data.documents import HELD_OUT
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
+from gpt2_accel.data.rows import ROW_SUFFIXES, row_suffix
 from gpt2_accel.data.shards import (
     HUB,
     TOKEN_ID,
@@ -56,7 +55,6 @@ from gpt2_accel.data.shards import (
     verify_data,
 )
 from gpt2_accel.data.sources import (
-    Source,
     corpus_files,
     find_files,
     hub_files,
@@ -74,6 +72,9 @@ from gpt2_accel.tokenizer import (
     train_bpe,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SHOWN_TOKENS = 40  # of each split
 BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
 BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
@@ -86,16 +87,10 @@ DATASETS: dict[str, dict[str, Any]] = {
         "data_files": "plain_text/*/*.parquet",
     },
 }
-# What is held out of large data sets, other than one row in 20.
-RULES = {
-    "fineweb-edu": all_train,  # the first tokens are for validation
-    "openwebtext": partial(by_hash, one_in=2000),  # nanoGPT's share
-}
+# Of how many rows one is held out, other than `HELD_OUT`: nanoGPT's share. Of fineweb-edu the first tokens are for validation.
+ONE_IN = {"fineweb-edu": 2000, "openwebtext": 2000}
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
-REPLACED = {
-    "not_utf8": "bytes that are not UTF-8, replaced by U+FFFD",
-    "unknown": "unknown tokens, for text that is not in the tokenizer's vocabulary",
-}
+TEXT = "UTF-8 text, JSON or Parquet"
 CHAT = (
     "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
     "and completion, or instruction, input and output or response. Files are those of the command text "
@@ -154,7 +149,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "chatml": {"action": "store_true", "help": "ChatML in place of the model's own chat template"},
     "public": {"action": "store_true", "help": "make the data set public if it is new"},
-    "shards": {"type": positive, "help": "training shards to download, all if not given"},
     "cut": {
         "action": "store_true",
         "help": "cut conversations that are longer than a window; else they are left out",
@@ -183,7 +177,7 @@ COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     ),
     "mix": ("DATA_DIR=WEIGHT", "+", ()),
     "push": ("USER/NAME", None, ("public",)),
-    "pull": ("USER/NAME", None, ("shards",)),
+    "pull": ("USER/NAME", None, ()),
 }
 
 
@@ -227,26 +221,12 @@ def hub_options(options: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in given.items() if value}
 
 
-def corpus_sources(options: argparse.Namespace) -> tuple[list[Source], str, str | None]:
-    """Returns the sources of the corpus, its description for the manifest, and its revision."""
-    column = options.column
-    if options.command == "text":
-        files: dict[Path, str] = {}
-        for source in options.source:
-            files |= find_files(source, is_text, "UTF-8 text", options.pattern)
-        return corpus_files(files, column), ", ".join(options.source), None
-    paths, revision = hub_files(options.source, **hub_options(options))
-    return row_files(paths, column, RULES.get(options.command, by_hash)), options.source, revision
-
-
-def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]):
-    """Loads, builds or trains the tokenizer of `--tokenizer`."""
-    if vocab_size is not None and name != "bpe":
-        raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
+def build_tokenizer(name: str, vocab_size: int | None) -> "PreTrainedTokenizerBase | None":
+    """Loads or builds the tokenizer of `--tokenizer`; None for one that is trained on the text."""
     if name == "bpe":
-        documents = itertools.chain.from_iterable(source.documents() for source in sources)
-        texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)
-        return train_bpe(itertools.islice(texts, BPE_DOCUMENTS), vocab_size or BPE_SIZE)
+        return None
+    if vocab_size is not None:
+        raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
     try:
         built = {"gpt2": gpt2_tokenizer, "bytes": byte_tokenizer}.get(name)
         return built() if built else load_tokenizer(name)
@@ -254,18 +234,28 @@ def build_tokenizer(name: str, vocab_size: int | None, sources: Sequence[Source]
         raise FileNotFoundError(f"{error}, or choose another --tokenizer, {TOKENIZERS}") from error
 
 
-def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
-    """Writes the shards of one text; returns the manifest."""
-    text, source = one_text(options.input)
-    tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
-    about = {"source": source.name, "command": command, "plan": plan_of([source], tokenizer)}
-    return prepare_sources([source], tokenizer, options.data_dir, **about)
-
-
 def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
-    """Writes the shards of files of text; returns the manifest."""
-    sources, source, revision = corpus_sources(options)
-    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size, sources)
+    """Writes the shards of files of text, or of token ids; returns the manifest."""
+    revision = None
+    source = options.source
+    if options.command == "text":
+        files: dict[Path, str] = {}
+        for path in options.source:
+            files |= find_files(path, is_text, TEXT, options.pattern)
+        source = ", ".join(options.source)
+    else:
+        paths, revision = hub_files(options.source, **hub_options(options))
+    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
+    if options.command == "text":
+        sources = corpus_files(files, options.column, tokenizer)
+    else:
+        one_in = ONE_IN.get(options.command, HELD_OUT)
+        sources = row_files(paths, options.column, tokenizer, one_in)
+    if tokenizer is None:
+        documents = itertools.chain.from_iterable(source.documents() for source in sources)
+        texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)
+        texts = itertools.islice(texts, BPE_DOCUMENTS)
+        tokenizer = train_bpe(texts, options.vocab_size or BPE_SIZE)
     return prepare_sources(
         sources,
         tokenizer,
@@ -278,6 +268,14 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
         revision=revision,
         command=command,
     )
+
+
+def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
+    """Writes the shards of one text; returns the manifest."""
+    text, source = one_text(options.input)
+    tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
+    about = {"source": source.name, "command": command, "plan": plan_of([source], tokenizer)}
+    return prepare_sources([source], tokenizer, options.data_dir, **about)
 
 
 def prepare_chat(options: argparse.Namespace, command: str) -> dict:
@@ -297,7 +295,8 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         )
     revision, hub = None, hub_options(options)
     if Path(options.source).exists() and not hub:
-        files = chat_files(options.source)
+        kind = f"conversations, in files that end in {', '.join(ROW_SUFFIXES)}"
+        files = list(map(str, find_files(options.source, row_suffix, kind)))
     else:
         files, revision = hub_files(options.source, **hub)
     return prepare_conversations(
@@ -328,7 +327,7 @@ def pull(options: argparse.Namespace, command: str) -> dict:
     """Downloads prepared data from the Hub; returns the manifest."""
     from gpt2_accel.hf.hub_data import pull_data  # imports torch
 
-    return pull_data(options.source, options.data_dir, options.shards)
+    return pull_data(options.source, options.data_dir)
 
 
 PREPARE = {
@@ -353,9 +352,8 @@ def summarize(manifest: dict) -> None:
         print(f"{split}: {', '.join(counts)}")
     if "separation" in manifest:
         print(manifest["separation"])
-    for name, what in REPLACED.items():
-        if count := manifest.get("counts", {}).get(name):
-            print(f"{count:,} {what}, the first in {manifest[f'first_{name}']}")
+    if unknown := manifest.get("unknown"):
+        print(f"{unknown:,} unknown tokens, for text that is not in the tokenizer's vocabulary")
 
 
 def show(data_dir: str) -> None:

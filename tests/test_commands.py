@@ -190,7 +190,7 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "python recipes/prepare_data.py push USER/NAME --data_dir data/mine",
-            "python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs --shards 10",
+            "python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs",
             "accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/pretrain_124m.py --data_dir "
             "hub:USER/NAME",
         ),

@@ -278,7 +278,7 @@ SEPARATED = {
         BEFORE,
         [],
         [256],
-        True,
+        False,
     ),
     "WordPiece": (wordpiece(), [3, 4, 5], [], [], False),
     "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], [], True),
@@ -332,8 +332,7 @@ def test_unknown_tokens_are_counted_but_not_separators(tmp_path):
     for name, count in (("WordPiece", 2), ("GPT-2", 0), ("characters", 0)):
         source = {"train": ["ab c", "d" if count == 0 else "x ab y"]}
         manifest = prepare(source, SEPARATED[name][0], tmp_path / name, source="a test")
-        assert manifest["counts"].get("unknown", 0) == count
-        assert manifest.get("first_unknown") == ("a document" if count else None)
+        assert manifest["unknown"] == count
 
 
 def fast(**parts):

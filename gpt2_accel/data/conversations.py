@@ -12,17 +12,15 @@ import os
 import re
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
-from gpt2_accel.data.messages import Problem, read_messages
-from gpt2_accel.data.pairs import EQUAL, PAIR_TOO_LONG, read_pair
+from gpt2_accel.data.messages import EQUAL, Problem, read_messages, read_pair
 from gpt2_accel.data.prepare import make_data, plan_of
-from gpt2_accel.data.rows import ROW_SUFFIXES, read_rows, row_suffix
+from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
     DTYPES,
@@ -32,7 +30,7 @@ from gpt2_accel.data.shards import (
     ShardWriter,
     template_digest,
 )
-from gpt2_accel.data.sources import find_files, state_of, unchanged
+from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import conversation_tokens, special_tokens, training_template
@@ -40,30 +38,25 @@ from gpt2_accel.tokenizer import conversation_tokens, special_tokens, training_t
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Why a conversation is left out, or changed.
+# Why a conversation or a pair is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
 UNMARKED = (
-    "an answer is not marked: transformers loses one that begins with a space if the tokenizer's "
-    "offsets leave it out"
+    f"{REFUSED} (an answer is not marked: transformers loses one that begins with a space if the tokenizer's offsets leave it "
+    "out)"
 )
+MERGED = f"{REFUSED} (the template does not mark each answer by itself)"
 SPECIAL = (
     "with a special token of the tokenizer in a message, which would end a turn, or half a surrogate pair, which is not a "
     "character"
 )
-TOO_LONG = "of more tokens than a window, whose beginning prepare_data.py chat --cut keeps"
+TOO_LONG = "of more tokens than a window; --cut keeps the beginning of conversations"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 SURROGATE = "[\ud800-\udfff]"
 DTYPE = DTYPES["uint32"]
 Problems = dict[str, list]
 """For each reason to leave out or change a conversation how often it occurs, and its first place."""
-
-
-def chat_files(source: str | Path) -> list[str]:
-    """Returns a file of conversations, or those below a folder. Raises the errors of `find_files`."""
-    kind = f"conversations, in files that end in {', '.join(ROW_SUFFIXES)}"
-    return list(map(str, find_files(source, row_suffix, kind)))
 
 
 def prepare_conversations(
@@ -87,7 +80,7 @@ def prepare_conversations(
     With `shorten` the windows are as long as the longest conversation, in multiples of `SHORTEST`,
     and at most `sequence_length`. Without `packed` a window holds one
     conversation. `source`, `model` (a directory relative to `data_dir`) and
-    `about` are recorded. With `pairs` the files hold pairs of answers (`pairs.py`), and a window of
+    `about` are recorded. With `pairs` the files hold pairs of answers (`messages.py`), and a window of
     twice `sequence_length` tokens holds one pair. Raises `ValueError` for fewer than two different
     conversations, or prompts of pairs, for `cut` of pairs, and the errors of `encode_files` and
     `make_data`.
@@ -96,24 +89,28 @@ def prepare_conversations(
         raise ValueError("a pair that is cut may lose what its answers differ in: leave out --cut")
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
+    template = template_digest(tokenizer)
+    states = {file: state_of(file) for file in files}
 
     def write(folder: Path, _: dict) -> dict:
-        conversations, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
-        if (different := len(np.unique(keys))) < 2:
-            kind = "prompt" if pairs else "conversation"
-            lines = "".join(f"; {line}" for line in left_out(problems))
+        items, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
+        different = len(np.unique(keys))
+        if different < 2:
+            kind = "different prompt" if pairs else "different conversation"
+            lines = "; ".join(["", *left_out(problems)])
             raise ValueError(
-                f"{source} holds {plural(different, f'different {kind}')} to train on, and training and validation need "
-                f"one each{lines}: add different ones, or correct those that are left out"
+                f"{source} holds {plural(different, kind)} to train on, and training and validation need one each{lines}: add "
+                "different ones, or correct those that are left out"
             )
-        size, entries, chosen = sequence_length, {}, held_out(keys)
+        size = sequence_length
         if shorten:
-            longest = max(len(row) for tokens in conversations for row in apart(tokens))
+            longest = max(map(len, itertools.chain.from_iterable(items)))
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
+        chosen = held_out(keys)
+        entries = {}
         for split, mine in (("train", ~chosen), ("val", chosen)):
-            own = list(itertools.compress(conversations, mine))
-            padding = tokenizer.pad_token_id
-            entries[split] = pack(folder, split, own, size, padding, packed, pairs)
+            own = list(itertools.compress(items, mine))
+            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id, packed)
         found = {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,
@@ -129,8 +126,6 @@ def prepare_conversations(
             found["pairs"] = True
         return found
 
-    template = template_digest(tokenizer)
-    states = {file: state_of(file) for file in files}
     listed = [(file, *state) for file, state in states.items()]
     options = [sequence_length, cut, model, shorten]
     training = training_template(tokenizer)
@@ -153,102 +148,100 @@ def encode_files(
     longest: int,
     cut: bool,
     pairs: bool,
-) -> tuple[list[np.ndarray], np.ndarray, Problems]:
-    """Returns the tokens of all conversations, or of both of each pair, (n,) uint32 with their bits, their keys, (rows,)
-    uint64, and why others are left out, or changed.
+) -> tuple[list[list[np.ndarray]], np.ndarray, Problems]:
+    """Returns the items, each the tokens of a conversation, or of both of a pair, (n,) uint32 with their bits; their keys,
+    (items,) uint64; and why others are left out, or changed.
 
     `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
     that of the first conversation with the same token ids: a template trims spaces. The key of a pair is the hash of its prompt.
     Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
-    `read_messages`, `read_pair` and `unchanged`, and `ValueError` for a line that is not JSON in UTF-8.
+    `read_rows`, `read_messages`, `read_pair` and `unchanged`.
     """
-    encode = encode_pair if pairs else encode_row
     special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
-    conversations, keys, problems = [], [], {}
-    first_keys: dict[bytes, int] = {}
+    items = []
+    keys = []
+    problems = {}
+    first_keys: dict[int, int] = {}
     for path in progress(files, "tokenizing", len(files)):
-        for row, place in unchanged(read_rows(path, strict=True), path, files[path]):
+        for row, place in unchanged(read_rows(path), path, files[path]):
             reason = None
             try:
-                tokens, key = encode(tokenizer, special, row, place)
-                if max(map(len, apart(tokens))) > longest:
+                if pairs:
+                    item, prompt = encode_pair(tokenizer, special, row, place)
+                else:
+                    prompt, counted = read_messages(row, place)
+                    item = [encode_messages(tokenizer, special, prompt, counted)]
+                if max(map(len, item)) > longest:
                     if not cut:
-                        raise Problem(PAIR_TOO_LONG if pairs else TOO_LONG)
+                        raise Problem(TOO_LONG)
                     reason = CUT
-                    tokens = tokens[:longest]
-                if not (tokens & COUNTS).any():
+                    item = [item[0][:longest]]
+                if not (item[0] & COUNTS).any():
                     raise Problem(NO_ANSWER)
-                conversations.append(tokens)
-                ids = sha256(tokens & TOKEN_ID).digest()
+                items.append(item)
+                key = int(text_digest(json.dumps(prompt, sort_keys=True))[:16], 16)
+                ids = hash((np.concatenate(item) & TOKEN_ID).tobytes())
                 keys.append(first_keys.setdefault(ids, key))
             except Problem as problem:
                 reason = str(problem)
             if reason:
                 problems.setdefault(reason, [0, place])[0] += 1
-    return conversations, np.array(keys, np.uint64), problems
+    return items, np.array(keys, np.uint64), problems
 
 
 def encode_pair(
     tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
-) -> tuple[np.ndarray, int]:
-    """Returns the tokens of the chosen and then of the rejected conversation, and the hash of their prompt. Only the last answers
-    count. The arguments and errors are those of `encode_row`, with those of `read_pair`."""
-    found, pair = [], read_pair(row, place)
-    for *asked, answer in pair:
-        weighted = [{**message, "weight": 0} for message in asked]
-        tokens, _ = encode_row(tokenizer, special, {"messages": [*weighted, answer]}, place)
-        found.append(tokens)
-    if np.array_equal(*found):  # a template trims spaces
+) -> tuple[list[np.ndarray], list[dict[str, str]]]:
+    """Returns the tokens of the chosen and of the rejected conversation, of which only the last answers count, and the messages
+    of the prompt. Raises the errors of `read_pair` and `encode_messages`."""
+    item = []
+    pair = read_pair(row, place)
+    for messages in pair:
+        counted = [False] * len(messages)
+        counted[-1] = True
+        item.append(encode_messages(tokenizer, special, messages, counted))
+    if np.array_equal(*item):  # a template trims spaces
         raise Problem(EQUAL)
-    return np.concatenate(found), message_key(pair[0][:-1])
+    return item, pair[0][:-1]
 
 
-def message_key(messages: list[dict[str, str]]) -> int:
-    """Returns the hash of messages, below 2^64."""
-    return int(text_digest(json.dumps(messages, sort_keys=True))[:16], 16)
+def encode_messages(
+    tokenizer: "PreTrainedTokenizerBase",
+    special: re.Pattern,
+    messages: list[dict[str, str]],
+    counted: list[bool],
+) -> np.ndarray:
+    """Returns the tokens of messages with their bits, (n,) uint32; `counted` says which messages may count.
 
-
-def encode_row(
-    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
-) -> tuple[np.ndarray, int]:
-    """Returns the tokens of a row with their bits, (n,) uint32, and the hash of its messages.
-
-    `special` matches what a message must not hold. Raises `Problem`, and the errors of `read_messages`.
+    `special` matches what a message must not hold. Raises `Problem`, also if some answers do not count and the template does
+    not mark each by itself.
     """
-    messages, counted = read_messages(row, place)
     if any(special.search(message["content"]) for message in messages):
         raise Problem(SPECIAL)
-    answers = [c for c, m in zip(counted, messages, strict=True) if m["role"] == "assistant"]
-    if not any(answers):
+    roles = np.array([message["role"] for message in messages])
+    answers = np.array(counted)[roles == "assistant"]
+    if not answers.any():
         raise Problem(NO_ANSWER)
     try:
         ids, counts = conversation_tokens(tokenizer, messages)
     except Exception as error:  # of the template's author, or of the tokenizer
         raise Problem(f"{REFUSED} ({first_line(error)})") from error
-    groups = [role for role, _ in itertools.groupby(message["role"] for message in messages)]
-    if len(marked_runs(counts)) < groups.count("assistant"):
-        raise Problem(f"{REFUSED} ({UNMARKED})")
-    if not all(answers):
-        mask_answers(counts, answers)
+    runs = marked_runs(counts)
+    if len(runs) < len(marked_runs(roles == "assistant")):
+        raise Problem(UNMARKED)
+    if not answers.all():
+        if len(runs) != len(answers):
+            raise Problem(MERGED)
+        for start, end in runs[~answers].tolist():
+            counts[start:end] = False
     counts[0] = False  # nothing comes before it
     tokens = ids.astype(DTYPE) | COUNTS * counts
     tokens[0] |= STARTS
-    return tokens, message_key(messages)
-
-
-def mask_answers(counts: np.ndarray, answers: Sequence[bool]) -> None:
-    """Sets `counts`, (n,) bool, to False where an answer that does not count is marked; the k-th run of True is the
-    k-th answer. Raises `Problem` if a template marks an answer in several runs, or several answers in one."""
-    runs = marked_runs(counts)
-    if len(runs) != len(answers):
-        raise Problem(f"{REFUSED} (the template does not mark each answer by itself)")
-    for (start, end), answer in zip(runs.tolist(), answers, strict=True):
-        if not answer:
-            counts[start:end] = False
+    return tokens
 
 
 def marked_runs(counts: np.ndarray) -> np.ndarray:
-    """Returns the first token of each run of True, and the one after its last, (runs, 2)."""
+    """Returns the first position of each run of True, and the one after its last, (runs, 2)."""
     return np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
 
 
@@ -271,44 +264,44 @@ def held_out(keys: np.ndarray) -> np.ndarray:
 def pack(
     folder: Path,
     split: str,
-    conversations: Sequence[np.ndarray],
+    items: Sequence[list[np.ndarray]],
     size: int,
     padding: int,
     packed: bool,
-    pairs: bool,
 ) -> dict:
     """Writes the shard of a split, in windows of `size` tokens, and what each counts for in an update, its targets; returns
-    its entry in the manifest. `padding` is a token id. Without `packed` a window has one conversation. With `pairs` it is
-    two rows of `size` tokens, and counts once."""
-    windows = [[number] for number in range(len(conversations))]
+    its entry in the manifest. `padding` is a token id. Without `packed` a window has one conversation. A window of a pair
+    is two rows of `size` tokens, and counts once."""
+    lengths = np.array([sum(map(len, item)) for item in items])
+    pairs = len(items[0]) > 1
+    windows = [[number] for number in range(len(items))]
     if packed and not pairs:
-        windows = best_fit(np.array([*map(len, conversations)]), size)
-    writer, weights = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION), []
+        windows = best_fit(lengths, size)
+    writer = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION)
+    writer.documents = len(items)
+    targets = []
     counted = 0
     for window in progress(windows, f"packing {split}", len(windows)):
-        tokens = np.concatenate([conversations[i] for i in window])
-        for row in apart(tokens) if pairs else [tokens]:
+        rows = items[window[0]]
+        if not pairs:
+            rows = [np.concatenate([items[i][0] for i in window])]
+        found = 0
+        for row in rows:
             writer.append(np.pad(row, (0, size - len(row)), constant_values=padding))
-        targets = np.count_nonzero(tokens & COUNTS)
-        counted += targets
-        weights.append(1 if pairs else targets)
-    writer.documents = len(conversations)
-    weight_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-    weight_writer.append(np.array(weights))
+            found += int(np.count_nonzero(row & COUNTS))
+        counted += found
+        targets.append(1 if pairs else found)
+    target_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+    target_writer.append(np.array(targets))
     return {
         "tokens": writer.tokens,
-        "documents": len(conversations),
+        "documents": len(items),
         "bytes": None,
-        "counted": int(counted),
-        "padding": writer.tokens - sum(map(len, conversations)),
-        "targets": weight_writer.close(),
+        "counted": counted,
+        "padding": writer.tokens - int(lengths.sum()),
+        "targets": target_writer.close(),
         "shards": [writer.close()],
     }
-
-
-def apart(tokens: np.ndarray) -> list[np.ndarray]:
-    """Divides tokens with their bits, (n,), where a conversation begins."""
-    return np.split(tokens, np.flatnonzero(tokens & STARTS)[1:])
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
@@ -16,20 +18,17 @@ LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A text in chunks, which are tokenized separately. `place` names it in messages.
+    """A document of the split `split` in chunks, which become tokens separately: texts, or token ids, (n,) int64.
 
-    A byte that is not UTF-8 is a lone surrogate (`surrogateescape`).
+    `place` names it in messages.
     """
 
     split: str
-    chunks: Iterable[str]
+    chunks: Iterable[str | np.ndarray]
     place: str = "a document"
 
 
 # Held-out documents
-
-Rule = Callable[[str], list[tuple[str, str]]]
-"""Maps the text of a row to its parts, each with its split."""
 
 
 def text_digest(key: str) -> str:
@@ -50,38 +49,38 @@ def fitting_share(share: float) -> bool:
     return FEWEST <= share <= MOST
 
 
-def by_hash(text: str, one_in: int = HELD_OUT) -> list[tuple[str, str]]:
-    """Holds out one row in `one_in` by a hash of its text, so that equal rows share a split."""
-    return [("val" if held_out(text, one_in) else "train", text)]
+def split_of(key: str, one_in: int = HELD_OUT) -> str:
+    """Returns the split of the document with the name or text `key`, so that equal rows share one."""
+    return "val" if held_out(key, one_in) else "train"
 
 
-def all_train(text: str) -> list[tuple[str, str]]:
-    """Holds out no row."""
-    return [("train", text)]
-
-
-def last_part(text: str) -> list[tuple[str, str]]:
-    """Holds out the last `VAL_SHARE` of each row, from the end of a word on, if there is one, or of a long row anyway."""
-    cut = int(len(text) * (1 - VAL_SHARE))
-    match = re.search(WORD_END, text[cut:])
-    if match is not None:
-        cut += match.end()
-    elif len(text) < UNDIVIDED:
-        cut = len(text)
-    return [("train", text[:cut]), ("val", text[cut:])]
+def last_part(row: str | np.ndarray) -> int:
+    """Returns where the last `VAL_SHARE` of a text or of its token ids begins: at the end of a word, if there is one, or of a
+    long text anyway."""
+    cut = int(len(row) * (1 - VAL_SHARE))
+    if not isinstance(row, str):
+        return cut
+    match = re.search(WORD_END, row[cut:])
+    if match:
+        return cut + match.end()
+    return cut if len(row) >= UNDIVIDED else len(row)
 
 
 # Cutting a text
 
 
-def chunks(parts: Iterable[str]) -> Iterator[str]:
+def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters; nothing for an empty text.
+    Token ids are one part, and are not cut.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
     there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
+        if not isinstance(part, str):
+            held = part
+            continue
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
             if len(held) >= CHUNK:
@@ -89,7 +88,7 @@ def chunks(parts: Iterable[str]) -> Iterator[str]:
                 cut = match.end() if match else len(held)
                 yield held[:cut]
                 held = held[cut:]
-    if held:
+    if len(held):
         yield held
 
 

@@ -10,8 +10,9 @@ In a mixture each data set has its own order. The data set at each position is a
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,10 +90,14 @@ def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarra
     half = (np.ceil(np.log2(np.maximum(size, 2))).astype(np.int64) + 1) // 2
 
     def feistel(x: np.ndarray, i: np.ndarray) -> np.ndarray:
-        left, right = x >> half[i], x & ((1 << half[i]) - 1)
+        mask = (1 << half[i]) - 1
+        left = x >> half[i]
+        right = x & mask
         for round in range(ROUNDS):
             mixed = hash64(key[i], round, right) >> np.uint64(32)
-            left, right = right, left ^ (mixed.astype(np.int64) & ((1 << half[i]) - 1))
+            new = left ^ (mixed.astype(np.int64) & mask)
+            left = right
+            right = new
         return left << half[i] | right
 
     return walk_below(size, feistel, x)
@@ -105,7 +110,8 @@ def walk_below(
 
     Applies `step` again to every value outside the range. `step` takes the values and their indices in x.
     """
-    x, size = x.copy(), np.broadcast_to(size, x.shape)
+    x = x.copy()
+    size = np.broadcast_to(size, x.shape)
     todo = np.arange(len(x))
     while len(todo):
         x[todo] = step(x[todo], todo)
@@ -140,7 +146,8 @@ def locate(
         return np.zeros_like(positions), positions
     borders = np.cumsum([0.0, *shares])
     borders[-1] = 1.0
-    sets, places = np.empty_like(positions), np.empty_like(positions)
+    sets = np.empty_like(positions)
+    places = np.empty_like(positions)
     periods = positions // PERIOD
     for period in np.unique(periods).tolist():
         here = periods == period
@@ -149,7 +156,8 @@ def locate(
         before, after = ends.astype(np.int64)
         starts = after - before  # the slot at which each set's share of this period begins
         own = np.searchsorted(starts, slots, side="right") - 1
-        sets[here], places[here] = own, np.diff(before)[own] + slots - starts[own]
+        sets[here] = own
+        places[here] = np.diff(before)[own] + slots - starts[own]
     return sets, places
 
 
@@ -189,35 +197,34 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
 
 def read_window(stream: TokenStream, window: int, sequence_length: int) -> np.ndarray:
     """Returns the inputs, the targets and the documents of a window, (3, sequence_length) int64. Of text the documents are 0."""
-    start, length = window * sequence_length, sequence_length
+    start = window * sequence_length
     if stream.sequence_length is None:
-        tokens = stream.read(start, length + 1)
-        return np.stack((tokens[:-1], tokens[1:], np.zeros(length, np.int64)))
-    tokens = stream.read(start, length)
+        tokens = stream.read(start, sequence_length + 1)
+        return np.stack((tokens[:-1], tokens[1:], np.zeros_like(tokens[1:])))
+    tokens = stream.read(start, sequence_length)
     ids = tokens & TOKEN_ID
     counted = np.where(tokens & COUNTS, ids, -100)
     return np.stack((ids, np.append(counted[1:], -100), (tokens & STARTS != 0).cumsum()))
 
 
+@dataclass(eq=False)
 class Loader:
-    """Reads the batches of rank `rank` of `world_size` from data sets with their shares (`open_split`).
+    """Reads the batches of rank `rank` of `world_size` from data sets with their shares, `parts` (`open_split`).
 
     `packed` says whether one of them holds conversations, so that batches have `documents`.
     `problem` is the first error of a read, None before. From then on nothing is read, all tokens are 0, and it is raised after
     the last batch: until then the ranks run the same collectives.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[TokenStream, float]],
-        *,
-        sequence_length: int,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        self.streams, self.sequence_length = [stream for stream, _ in parts], sequence_length
-        self.rank, self.world_size = rank, world_size
-        self.set_windows = [count_windows(stream, sequence_length) for stream in self.streams]
+    parts: Sequence[tuple[TokenStream, float]]
+    _: KW_ONLY
+    sequence_length: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.streams = [stream for stream, _ in self.parts]
+        self.set_windows = [count_windows(s, self.sequence_length) for s in self.streams]
         self.packed = any(stream.sequence_length for stream in self.streams)
         self.problem: UnreadableData | None = None
 
@@ -237,29 +244,30 @@ class Loader:
 
     def fetch_ahead(self, samples: np.ndarray) -> None:
         """Begins to fetch the samples, (n, 2), whose shards are remote."""
+        length = self.sequence_length
         for i, window in samples.tolist():
-            length = self.sequence_length
             self.streams[i].fetch_ahead(window * length, length + 1)
 
+    def end(self) -> None:
+        """Raises the `problem`, if there is one."""
+        if self.problem is not None:
+            raise self.problem
 
+
+@dataclass(eq=False)
 class TrainLoader(Loader):
     """The training batches of one rank.
 
-    `micro_batch_size` is the number of sequences per rank and backward pass. `share` are the settings of `Loader`. `windows` is the number of sequences in
+    `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
     the data. Raises `ValueError` if the split is shorter than one sequence.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[TokenStream, float]],
-        *,
-        micro_batch_size: int,
-        seed: int,
-        **share: Any,
-    ):
-        super().__init__(parts, **share)
-        self.shares = [share for _, share in parts]
-        self.micro_batch_size, self.seed = micro_batch_size, seed
+    _: KW_ONLY
+    micro_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.windows = sum(self.set_windows)
         self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
         self._fetched = 0  # positions whose remote shards are being fetched
@@ -267,8 +275,7 @@ class TrainLoader(Loader):
     def micro_batches(self, sequences: int) -> int:
         """Returns the number of micro-batches of one rank in an update of `sequences` sequences. Their size is
         `micro_batch_size`, halved until it divides the rank's part, which may be smaller in a batch-size ramp."""
-        own, rest = divmod(sequences, self.world_size)
-        assert own and not rest, (sequences, self.world_size)
+        own = sequences // self.world_size
         return own // halved(self.micro_batch_size, own)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
@@ -279,7 +286,8 @@ class TrainLoader(Loader):
         not be read.
         """
         size = sequences // self.world_size // self.micro_batches(sequences)
-        begin, end = max(first, self._fetched), first + sequences + AHEAD
+        begin = max(first, self._fetched)
+        end = first + sequences + AHEAD
         if begin < end and any(stream.remote for stream in self.streams):
             self.fetch_ahead(self.order(begin, end - begin))
             self._fetched = end
@@ -293,13 +301,11 @@ class TrainLoader(Loader):
             mine = slice(begin, begin + size)
             divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
             yield self.read(samples[mine])._replace(divisor=divisor)
-        if self.problem is not None:
-            raise self.problem
+        self.end()
 
-    def samples(self, first: int, sequences: int) -> list[int] | list[list[int]]:
-        """Returns the window numbers of an update over all ranks; for a mixture each is [data set, window]."""
-        samples = self.order(first, sequences)
-        return (samples if len(self.streams) > 1 else samples[:, 1]).tolist()
+    def samples(self, first: int, sequences: int) -> list[list[int]]:
+        """Returns the samples of an update over all ranks, each [data set, window]."""
+        return self.order(first, sequences).tolist()
 
     def order(self, first: int, count: int) -> np.ndarray:
         """Returns the samples at `count` positions from `first` on of the endless training order.
@@ -313,15 +319,17 @@ class TrainLoader(Loader):
     def order_block(self, block: int) -> np.ndarray:
         """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2); single positions are slow."""
         positions = np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
-        sets, places = locate(positions, self.shares, self.seed)
+        sets, places = locate(positions, [share for _, share in self.parts], self.seed)
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
-            here, size = sets == number, self.set_windows[number]
+            here = sets == number
+            size = self.set_windows[number]
             epochs, places_in = np.divmod(places[here], size)
             windows[here] = shuffled(places_in, size, self.seed + number, epochs)
         return np.stack((sets, windows), axis=1)
 
 
+@dataclass(eq=False)
 class EvalLoader(Loader):
     """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
@@ -330,29 +338,27 @@ class EvalLoader(Loader):
     `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
     `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
-    window. `share` are the settings of `Loader`. `bytes_per_token` is the mean over the windows' text, None if unknown.
+    window. `bytes_per_token` is the mean over the windows' text, None if unknown.
 
     Raises `ValueError` if a split is shorter than one sequence.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[TokenStream, float]],
-        *,
-        batch_size: int,
-        max_tokens: int,
-        **share: Any,
-    ):
-        super().__init__(parts, **share)
-        self.batch_size = batch_size
-        most = [max(1, int(max_tokens * weight) // self.sequence_length) for _, weight in parts]
-        counts = list(map(min, self.set_windows, most))
-        sets = np.repeat(np.arange(len(counts)), counts)
-        windows = np.concatenate([np.arange(count) for count in counts])
-        self.windows = len(windows)
+    _: KW_ONLY
+    batch_size: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        samples = []
+        counts = []
+        for i, windows in enumerate(self.set_windows):
+            most = int(self.max_tokens * self.parts[i][1]) // self.sequence_length
+            counts.append(min(windows, max(1, most)))
+            samples += [(i, window) for window in range(counts[i])]
+        self.windows = len(samples)
         self.numbers = np.arange(self.rank, self.windows, self.world_size)
-        self.mine = np.stack((sets, windows), axis=1)[self.numbers]
-        self.rounds = -(-self.windows // (self.world_size * batch_size))
+        self.mine = np.array(samples)[self.numbers]
+        self.rounds = -(-self.windows // (self.world_size * self.batch_size))
         self.bytes_per_token = None
         if all(stream.bytes for stream in self.streams):
             ratios = [stream.bytes / stream.tokens for stream in self.streams]
@@ -365,5 +371,4 @@ class EvalLoader(Loader):
             batch = self.read(np.resize(samples, (self.batch_size, 2)))
             batch.targets[len(samples) :] = -100
             yield batch
-        if self.problem is not None:
-            raise self.problem
+        self.end()

@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation from the forms in which data sets hold them.
+"""Reads the messages of a conversation, or of a pair of answers, from the forms in which data sets hold them.
 
 | form                       | fields of a row                                                                    |
 |----------------------------|------------------------------------------------------------------------------------|
@@ -6,6 +6,9 @@
 | ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
 | prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
 | Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
+| pair, prompt and answers   | `prompt`, `chosen`, `rejected`: texts or lists of messages                         |
+| pair, whole conversations  | `chosen`, `rejected`: lists of messages that begin with the prompt, optionally     |
+|                            | `prompt`                                                                           |
 
 A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message.
 """
@@ -26,17 +29,23 @@ UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image images image_url audio
     audios input_audio video videos file
 """.split()  # noqa: SIM905
-# Why a conversation is left out.
+# Why a conversation or a pair is left out.
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
 NOT_SUPPORTED = (
     "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, images, audio, or "
     "content that is not text, which are not supported"
 )
+NO_LAST_ANSWER = "without a message of the assistant at the end of each answer"
+OTHER_PROMPTS = "whose answers have different prompts"
+EQUAL = "whose answers are equal"
 
 
 class Problem(Exception):
     """A conversation cannot be trained on; the message says why."""
+
+
+# Conversations
 
 
 def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool]]:
@@ -53,7 +62,8 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
             f"{place}, holds a value of type {type(row).__name__}, not an object: write "
             '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
         )
-    messages, counts = [], []
+    messages = []
+    counts = []
     try:
         for message in raw_messages(row, place):
             role = role_of(message)
@@ -86,15 +96,16 @@ def raw_messages(row: dict, place: str) -> list:
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
-        asked = as_messages(fields["prompt"], "user")
-        found = [{**message, "weight": 0} for message in asked]
         if fields.get("label") is False:  # a bad completion, in data sets for KTO
             raise Problem(UNWANTED)
+        asked = as_messages(fields["prompt"], "user")
+        found = [{**message, "weight": 0} for message in asked]
         found += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
-        parts = fields["instruction"], fields.get("input") or fields.get("context") or ""
-        asked = "\n\n".join(text for text in map(text_of, parts) if text.strip())
-        found = as_messages(asked, "user") + as_messages(answer, "assistant")
+        asked = text_of(fields["instruction"])
+        given = text_of(fields.get("input") or fields.get("context"))
+        both = [text for text in (asked, given) if text.strip()]
+        found = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
     elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
     else:
@@ -125,14 +136,63 @@ def text_of(content: Any) -> str:
     """
     if isinstance(content, str):
         return content
+    text = ""
     for part in content or []:
         check_supported(part)
         if part.get("type") not in (None, "text"):
             raise Problem(NOT_SUPPORTED)
-    return "".join(part["text"] for part in content or [])
+        text += part["text"]
+    return text
 
 
 def check_supported(fields: dict) -> None:
     """Raises `Problem` if a row, a message or a part has a field that is not supported."""
     if any(fields.get(name) for name in UNSUPPORTED):
         raise Problem(NOT_SUPPORTED)
+
+
+# Pairs of answers
+
+
+def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Returns the messages of the chosen and of the rejected conversation, which are equal but for the last, the assistant's.
+
+    Raises `ValueError` for a row in none of the forms, and `Problem` for a pair that cannot be trained on.
+    """
+    if not isinstance(row, dict) or not row.keys() >= {"chosen", "rejected"}:
+        found = list(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{place}, has {found}, no pair of answers: write prompt, chosen and rejected, each a text or a list of messages"
+        )
+    chosen = read_answer(row, "chosen", place)
+    rejected = read_answer(row, "rejected", place)
+    if chosen[:-1] != rejected[:-1]:
+        raise Problem(OTHER_PROMPTS)
+    if chosen == rejected:
+        raise Problem(EQUAL)
+    return chosen, rejected
+
+
+def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
+    """Returns the messages of the conversation that ends with the answer `name`. Raises `ValueError` without a prompt, the
+    errors of `read_messages`, and `Problem` if the last message is not the assistant's, or a whole conversation lacks the
+    row's `prompt`."""
+    check_supported(row)
+    own, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
+    if not own or own[-1]["role"] != "assistant":
+        raise Problem(NO_LAST_ANSWER)
+    prompt = row.get("prompt") or []
+    beside = {field: row.get(field) for field in ("system", "system_prompt")}
+    asked, _ = read_messages({**beside, "messages": as_messages(prompt, "user")}, place)
+    first = own[0]["role"]
+    if first == "assistant":
+        if not prompt:
+            raise ValueError(
+                f"{place}, has no prompt: write it in prompt, or as the first messages of chosen and rejected"
+            )
+        return asked + own
+    if first != "system":
+        own = [message for message in asked if message["role"] == "system"] + own
+    if not all(message in own[:-1] for message in asked):
+        raise Problem(OTHER_PROMPTS)
+    return own

@@ -25,11 +25,14 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     """
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")
-    manifests = {Path(folder): read_manifest(folder) for folder in weights}
-    for folder, manifest in manifests.items():
-        if "mixture" in manifest:
+    manifests = {}
+    parts = []
+    for folder, weight in weights.items():
+        manifests[Path(folder)] = read_manifest(folder)
+        if "mixture" in read_manifest(folder):
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
         check_pairs(folder)
+        parts.append({"data_dir": os.path.relpath(folder, data_dir), "weight": weight})
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
@@ -46,10 +49,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         "format": MANIFEST_FORMAT,
         **{name: newest.get(name) for name in shared},
         "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
-        "mixture": [
-            {"data_dir": os.path.relpath(folder, data_dir), "weight": weight}
-            for folder, weight in weights.items()
-        ],
+        "mixture": parts,
         "splits": splits,
     }
     with atomic_directory(data_dir) as folder:

@@ -9,11 +9,9 @@ continues after the last record. If the source, the tokenizer or the options hav
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,19 +113,12 @@ def prepare_sources(
 ) -> dict:
     """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads; returns the manifest.
 
-    The tokens of `document_marks` begin and end each document. Bytes that are not UTF-8 become
-    U+FFFD, and are counted. With `validation_tokens` the first tokens of the corpus are for
-    validation, and all others for training.
+    The tokens of `document_marks` begin and end each document. With `validation_tokens` the first
+    tokens of the corpus are for validation, and all others for training.
 
     Raises `ValueError` for a character that is not in the vocabulary and if one of `splits` would be empty, and the errors
     of `make_data`, which has `plan` and `about`.
     """
-
-    # What 0.4 put between documents and around a chunk. Only other data has another plan.
-    former = tokenizer.convert_tokens_to_ids(END_OF_TEXT), tokenizer("")["input_ids"]
-    begin, end = document_marks(tokenizer)
-    if plan and former != ((begin or [None])[0], end):
-        plan += f", {begin}, {end}"
 
     def write(folder: Path, record: dict) -> dict:
         writer = TextWriter(folder, record, tokenizer, splits, shard_tokens, validation_tokens)
@@ -140,21 +131,24 @@ def prepare_sources(
         groups = read_groups(sources, tuple(record["next"]))
         with bar:
             for encoded in in_order(writer.encode, groups, workers, 2 * workers):
-                for piece, tokens, size, counts in encoded:
-                    writer.append(piece, tokens, size, counts)
+                for piece, tokens, size, unknown in encoded:
+                    record["unknown"] += unknown
+                    writer.append(piece, tokens, size)
                     bar.update(size)
         writer.close_shards()
-        empty = [split for split, entry in record["splits"].items() if not entry["tokens"]]
-        if empty:
-            fix = "add other documents: equal rows share a split, a few words are not divided"
-            if validation_tokens:
-                fix = "add documents, or lower --shard_tokens"
-            if len(empty) == len(splits):
-                fix = "all documents are empty"
-            raise ValueError(f"{source} holds no text for the split {empty[0]!r}: {fix}")
+        for split, entry in record["splits"].items():
+            if not entry["tokens"]:
+                raise ValueError(
+                    f"{source} holds no text for the split {split!r}: add other documents, since equal rows share a split and "
+                    "a few words are not divided; for fineweb-edu lower --shard_tokens"
+                )
         record["separation"] = describe_marks(tokenizer)
         return {"version": VERSION, "dtype": writer.dtype.name, **record}
 
+    begin, end = document_marks(tokenizer)
+    # 0.4 separated documents otherwise, also by the unknown token.
+    if plan and END_OF_TEXT not in tokenizer.get_vocab() and (begin or tokenizer.unk_token):
+        plan += f", {begin}, {end}"
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
 
@@ -162,90 +156,92 @@ def prepare_sources(
 
 
 class Piece(NamedTuple):
-    """A chunk of a document. `at` has the numbers of the source and of the document in it."""
+    """A chunk of a document, text or token ids. `at` has the numbers of the source and of the document in it."""
 
     at: tuple[int, int]
     begins: bool
     ends: bool
     split: str
-    text: str
+    chunk: str | np.ndarray
     place: str
 
 
 def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[list[Piece]]:
     """Yields the chunks of all documents from `start` on, a `Piece.at`, in lists of about `GROUP` characters or more."""
-    group, size = [], 0
+    group = []
+    size = 0
     for number in range(start[0], len(sources)):
         for document, (split, chunks, place) in enumerate(sources[number].documents()):
-            if (number, document) < start:
+            at = number, document
+            if at < start:
                 continue
-            for i, (text, after) in enumerate(pairwise(chain(chunks, [None]))):
-                at = number, document
-                group.append(Piece(at, i == 0, after is None, split, text, place))
-                size += len(text)
+            begins = True
+            for chunk, after in pairwise(chain(chunks, [None])):
+                group.append(Piece(at, begins, after is None, split, chunk, place))
+                begins = False
+                size += len(chunk)
                 if size >= GROUP:
                     yield group
-                    group, size = [], 0
+                    group = []
+                    size = 0
     yield group
 
 
-def clean(text: str) -> tuple[str, int]:
-    """Replaces lone surrogates, which stand for invalid bytes, by U+FFFD; returns the text and their number."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        # A pair of surrogates is one character.
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return whole, whole.count("\ufffd") - text.count("\ufffd")
-    return text, 0
-
-
+@dataclass
 class TextWriter:
     """Tokenizes pieces of documents and appends them to the shards of a folder.
 
-    `record` has what is written: `next`, the `Piece.at` from which to go on, the numbers of invalid bytes and of unknown
-    tokens and the places of the first, and `splits` as in the manifest. It continues the given record.
+    `record` has what is written: `next`, the `Piece.at` from which to go on, `unknown`, the number of tokens for text that
+    is not in the vocabulary, and `splits` as in the manifest. It continues the given record.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        record: dict,
-        tokenizer: "PreTrainedTokenizerBase",
-        splits: Sequence[str],
-        shard_tokens: float,
-        validation_tokens: int,
-    ):
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.validation_tokens = validation_tokens
-        kind = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-        self.tokenize, self.dtype = token_encoder(tokenizer), DTYPES[kind]
+    folder: Path
+    record: dict
+    tokenizer: "PreTrainedTokenizerBase"
+    splits: Sequence[str]
+    shard_tokens: float
+    validation_tokens: int
+
+    def __post_init__(self) -> None:
+        self.dtype = DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
+        self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
-        self.begin, self.end = (np.array(own, self.dtype) for own in document_marks(tokenizer))
-        entries = {s: {"tokens": 0, "documents": 0, "bytes": 0, "shards": []} for s in splits}
-        new = {"next": (0, 0), "counts": {"not_utf8": 0}, "first_not_utf8": None, "splits": entries}
-        self.record = new | record
+        begin, end = document_marks(self.tokenizer)
+        self.begin = np.array(begin, self.dtype)
+        self.end = np.array(end, self.dtype)
+        new = {"tokens": 0, "documents": 0, "bytes": 0}
+        entries = {split: {**new, "shards": []} for split in self.splits}
+        self.record = {"next": (0, 0), "unknown": 0, "splits": entries, **self.record}
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
-    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, dict]]:
-        """Returns pieces with their tokens, the bytes of their texts and the record's counts: invalid
-        bytes, and unknown tokens."""
+    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
+        """Returns pieces with their tokens, the bytes of their texts and their numbers of unknown tokens.
+
+        Halves of surrogate pairs become U+FFFD.
+        """
         found = []
         for piece in group:
-            text, invalid = clean(piece.text)
-            try:
-                tokens = self.tokenize(text)
-            except ValueError as error:
-                raise ValueError(f"{piece.place}: {error}") from error
-            unknown = int(np.count_nonzero(tokens == self.unknown))
-            counts = {"not_utf8": invalid, "unknown": unknown}
+            unknown = 0
+            if isinstance(piece.chunk, str):
+                whole = piece.chunk.encode("utf-16", "surrogatepass")  # also of two halves
+                text = whole.decode("utf-16", "replace")
+                try:
+                    tokens = self.tokenize(text)
+                except ValueError as error:
+                    raise ValueError(f"{piece.place}: {error}") from error
+                unknown = int(np.count_nonzero(tokens == self.tokenizer.unk_token_id))
+            else:
+                tokens = piece.chunk
+                text = self.decode(tokens)
             tokens = np.concatenate([self.begin[: piece.begins], tokens, self.end[: piece.ends]])
-            found.append((piece, tokens.astype(self.dtype), len(text.encode()), counts))
+            found.append((piece, tokens.astype(self.dtype), len(text.encode()), unknown))
         return found
 
-    def append(self, piece: Piece, tokens: np.ndarray, size: int, counts: dict) -> None:
+    def decode(self, tokens: np.ndarray) -> str:
+        """Returns the text of tokens, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
         """Appends what `encode` returned to the shards; first closes them if they are long enough."""
         open_tokens = sum(shard.tokens for shard in self.shards.values())
         if piece.begins and open_tokens >= self.shard_tokens:
@@ -253,32 +249,29 @@ class TextWriter:
             self.record["next"] = piece.at
             sync(self.folder)
             write_json(self.folder / RECORD, self.record)
-        for name, count in counts.items():
-            if count:
-                known = self.record["counts"]  # an earlier release counts less
-                known[name] = known.get(name, 0) + count
-                first = f"first_{name}"
-                self.record[first] = self.record.get(first) or piece.place
-        splits, begins = self.record["splits"], piece.begins
-        parts = [(piece.split, tokens, size)]
-        if self.validation_tokens:
-            first = tokens[: self.validation_tokens - splits["val"]["tokens"]]
-            rest = tokens[len(first) :]
-            own = len(self.decode(first).encode()) if len(rest) else size
-            parts = [("val", first, own), ("train", rest, size - own)]
-        for split, part, length in parts:
-            if not (len(part) or length):
-                continue
-            entry = splits[split]
-            if split not in self.shards:
-                path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
-                self.shards[split] = ShardWriter(path, self.dtype)
-            self.shards[split].append(part)
-            self.shards[split].documents += begins * len(self.begin)
-            entry["tokens"] += len(part)
-            entry["documents"] += begins
-            entry["bytes"] += length
-            begins = False
+        if not self.validation_tokens:
+            self.write(piece.split, tokens, size, piece.begins)
+            return
+        left = self.validation_tokens - self.record["splits"]["val"]["tokens"]
+        first = tokens[:left]
+        rest = tokens[left:]
+        own = len(self.decode(first).encode()) if len(rest) else size
+        self.write("val", first, own, piece.begins)
+        self.write("train", rest, size - own, piece.begins and not len(first))
+
+    def write(self, split: str, tokens: np.ndarray, size: int, begins: bool) -> None:
+        """Appends tokens, `size` bytes of text, to the open shard of a split; `begins` says whether a document begins."""
+        if not len(tokens):
+            return
+        entry = self.record["splits"][split]
+        if split not in self.shards:
+            path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
+            self.shards[split] = ShardWriter(path, self.dtype)
+        self.shards[split].append(tokens)
+        self.shards[split].documents += begins * len(self.begin)
+        entry["tokens"] += len(tokens)
+        entry["documents"] += begins
+        entry["bytes"] += size
 
     def close_shards(self) -> None:
         """Closes the open shards. A shard's own `documents` are its separators."""
@@ -308,34 +301,31 @@ def make_data(
     """
     data_dir = Path(data_dir)
     work = data_dir.with_name(f".{data_dir.name}.partial")
-    lock = data_dir.with_name(f".{data_dir.name}.lock")
-    with ExitStack() as at_exit:
-        try:
-            at_exit.enter_context(FileLock(lock, timeout=0))
-        except Timeout as error:
-            raise OSError(
-                f"another process is preparing {data_dir}: wait, or choose another --data_dir"
-            ) from error
-        at_exit.callback(lock.unlink, missing_ok=True)  # a process that has opened it tries again
+    path = data_dir.with_name(f".{data_dir.name}.lock")
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise OSError(
+            f"another process is preparing {data_dir}: wait, or choose another --data_dir"
+        ) from error
+    try:
         if not os.path.lexists(data_dir):
             record = begin(work, plan)
-            mark = fingerprint(tokenizer)
-            name = tokenizer.name_or_path or type(tokenizer).__name__
-            entry = {
-                "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
-                "vocab_size": len(tokenizer),
-                "fingerprint": mark,
-                "end_of_text": next(iter(text_start(tokenizer)), None),
-            }
             try:
                 with disk_errors(work, data_dir):
-                    entries = {**about, **write(work, record), "plan": plan}
+                    manifest = {
+                        "format": MANIFEST_FORMAT,
+                        "tokenizer": tokenizer_entry(tokenizer),
+                        **about,
+                        **write(work, record),
+                        "plan": plan,
+                    }
                     save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                    kind = {"format": MANIFEST_FORMAT, "tokenizer": entry}
-                    write_json(work / MANIFEST, kind | entries)
+                    write_json(work / MANIFEST, manifest)
             except BaseException as error:
                 if isinstance(error, ChangedSource) or not (work / RECORD).exists():
-                    shutil.rmtree(work, ignore_errors=True)
+                    remove(work)
                 raise
             sync_tree(work)
             work.rename(data_dir)
@@ -345,11 +335,26 @@ def make_data(
                 f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
                 "another folder"
             )
-        (data_dir / RECORD).unlink(missing_ok=True)
-        manifest = read_manifest(data_dir)
-        for split in manifest["splits"]:
-            TokenStream(data_dir, split)  # a finished folder may have lost a shard since
-        return manifest
+    finally:
+        path.unlink(missing_ok=True)  # a process that has opened it tries again
+        lock.release()
+    (data_dir / RECORD).unlink(missing_ok=True)
+    manifest = read_manifest(data_dir)
+    for split in manifest["splits"]:
+        TokenStream(data_dir, split)  # a finished folder may have lost a shard since
+    return manifest
+
+
+def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
+    """Returns what a manifest says of a tokenizer."""
+    mark = fingerprint(tokenizer)
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    return {
+        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
+        "vocab_size": len(tokenizer),
+        "fingerprint": mark,
+        "end_of_text": next(iter(text_start(tokenizer)), None),
+    }
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:

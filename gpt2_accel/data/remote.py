@@ -1,17 +1,16 @@
 """Shards that are elsewhere, such as on the Hub: pieces of their files, fetched ahead of need and
 cached on disk.
 
-The digest of a piece is the first 16 bytes of its SHA-256. A file `NAME.sums` beside the shard NAME
-holds the size of a piece, as a little-endian integer of 16 bytes, and then the digests of all
-pieces in order. The manifest has the SHA-256 of that file.
+The digest of a piece is the first 16 bytes of its SHA-256. The manifest of pushed data has the
+digests of all pieces of each shard, in order.
 """
 
 import atexit
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -22,37 +21,29 @@ from gpt2_accel.runtime.files import write_file
 
 PIECE = 2**18  # bytes; a block of 64 windows of 1,024 tokens, 2 bytes each, is half of it
 AT_ONCE = 16  # requests
-LOOK = 256  # pieces between looks at the size of the cache
 DIGEST = 16  # bytes
-SUMS = ".sums"  # ends the name of a file of digests
 
 Fetch = Callable[[str, int, int, int], bytes]
 """`fetch(file, start, end, size)` returns the bytes [start, end) of a file of `size` bytes, and
 tries again before it raises an error."""
 
 
+@dataclass(eq=False)
 class RemoteShards:
     """Reads the shards of a data set, whose files `fetch` reads, through a cache of pieces in `folder`.
 
     Processes of one machine share the folder: a piece is a file that ends with its digest, written
-    atomically. If all pieces have more than `limit` bytes, the oldest are removed. `share` (rank,
-    ranks) says which pieces this process fetches ahead of need. `sums` has the SHA-256 (hex) of the
-    `.sums` file of each shard; the content of a shard without one is not checked.
+    atomically. `sums` has the `digests` of each shard; the content of a shard without them is not checked. Of what is ahead of need the process number `rank` of `ranks` fetches its share.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        fetch: Fetch,
-        sums: Mapping[str, str],
-        limit: float = 1e11,
-        share: tuple[int, int] = (0, 1),
-    ):
-        self.folder, self.fetch, self.sums = folder, fetch, sums
-        self.limit, self.share = limit, share
-        self._sums = functools.cache(self._fetch_sums)  # 12 kB for 100 million tokens
+    folder: Path
+    fetch: Fetch
+    sums: Mapping[str, str]
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
         self._queued: set[tuple] = set()
-        self._count = itertools.count(1)
         # Not an executor: at the process's end that would wait for hung requests.
         self._pool = ThreadPool(AT_ONCE)
         atexit.register(self._pool.terminate)
@@ -71,11 +62,10 @@ class RemoteShards:
 
     def fetch_ahead(self, dtype: np.dtype, shard: dict, start: int, count: int) -> None:
         """Begins to fetch the pieces that hold the tokens [start, start + count) of a shard."""
-        rank, ranks = self.share
         first, end, size = byte_range(dtype, shard, start, count)
         for number in pieces(first, end):
             piece = shard["file"], number, size
-            if number % ranks == rank and piece not in self._queued:
+            if number % self.ranks == self.rank and piece not in self._queued:
                 self._queued.add(piece)
                 self._pool.apply_async(self._piece, piece)  # `read` raises an error again
 
@@ -89,37 +79,13 @@ class RemoteShards:
         start = number * PIECE
         data = self.fetch(file, start, min(size, start + PIECE), size)
         own = digest(data)
-        place = DIGEST * (number + 1)
-        if file in self.sums and not self._sums(file, size).startswith(own, place):
+        listed = self.sums.get(file)
+        if listed and not listed.startswith(own.hex(), 2 * DIGEST * number):
             raise UnreadableData(
-                f"{file} does not match {file}{SUMS} from byte {start:,} on: start the same command "
-                "again, or push the data again"
+                f"{file} does not match its digests from byte {start:,} on: start the same command again, or push the data again"
             )
         write_file(path, data + own)
-        if next(self._count) % LOOK == 0:
-            self._evict()
         return data
-
-    def _fetch_sums(self, file: str, size: int) -> bytes:
-        """Returns the content of the `.sums` file of a shard of `size` bytes, after checking it."""
-        name = f"{file}{SUMS}"
-        length = DIGEST * (1 + len(pieces(0, size)))
-        content = self.fetch(name, 0, length, length)
-        if hashlib.sha256(content).hexdigest() != self.sums[file]:
-            raise UnreadableData(
-                f"{name} does not match the manifest: start the same command again, or push the data "
-                "again"
-            )
-        return content
-
-    def _evict(self) -> None:
-        """Removes the oldest pieces beyond the limit."""
-        with suppress(FileNotFoundError):  # another thread or process evicts at this moment
-            written = self.folder.glob("*.pieces/[0-9]*")  # without those that are being written
-            found = sorted(written, key=lambda path: path.stat().st_mtime)
-            for path in found[: max(0, len(found) - int(self.limit // PIECE))]:
-                path.unlink(missing_ok=True)
-                self._queued.clear()
 
 
 def pieces(first: int, end: int) -> range:
@@ -132,10 +98,10 @@ def digest(piece: bytes) -> bytes:
     return hashlib.sha256(piece).digest()[:DIGEST]
 
 
-def write_sums(shard: Path) -> str:
-    """Writes the `.sums` file of a shard; returns its SHA-256, hex."""
+def digests(shard: Path) -> str:
+    """Returns the digests of all pieces of a shard, hex, in one text."""
+    found = ""
     with open(shard, "rb") as file:
-        digests = map(digest, iter(functools.partial(file.read, PIECE), b""))
-        content = b"".join([PIECE.to_bytes(DIGEST, "little"), *digests])
-    write_file(f"{shard}{SUMS}", content)
-    return hashlib.sha256(content).hexdigest()
+        for piece in iter(functools.partial(file.read, PIECE), b""):
+            found += digest(piece).hex()
+    return found

@@ -1,24 +1,19 @@
-"""Rows of files, local or remote, in order: JSON, CSV and Parquet."""
+"""Rows of files, local or remote, in order: JSON and Parquet."""
 
 import codecs
-import csv
 import io
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2_accel.data.documents import CHUNK
 from gpt2_accel.runtime.files import first_line, parse_json
 
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
-
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", *SEPARATORS)  # also before COMPRESSED
+ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # also before COMPRESSED
 ROWS_AT_ONCE = 256  # of Parquet
 
 
@@ -42,49 +37,44 @@ def reading(source: str) -> Iterator[None]:
         ) from error
 
 
-def place_of(path: str) -> tuple["AbstractFileSystem", str]:
-    """Returns the file system of a local or remote file, and the file's name there."""
-    import fsspec
-
-    if os.path.exists(path):  # also if its name has ::, which joins URLs
-        return fsspec.filesystem("file"), path
-    return fsspec.core.url_to_fs(path)
-
-
 def open_file(path: str) -> io.BufferedReader:
     """Opens a local or remote file for reading, and decompresses it by its suffix."""
-    file_system, name = place_of(path)
+    import fsspec
+
+    file_system, name = fsspec.core.url_to_fs(path)
     file = file_system.open(name)
-    if compression := COMPRESSED.get(os.path.splitext(path.lower())[1]):
+    compression = COMPRESSED.get(os.path.splitext(path.lower())[1])
+    if compression:
         import pyarrow
 
         file = pyarrow.CompressedInputStream(file, compression)
     return io.BufferedReader(file, CHUNK)
 
 
-def read_rows(path: str, column: str = "", strict: bool = False) -> Iterator[tuple[Any, str]]:
+def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
-    With `column`, rows of Parquet have that column only. Rows of CSV hold texts. A file of JSON has
-    a row per line, or is one array of rows, or one row over several lines. Raises `ValueError` if
-    the file cannot be read, for a line that is not JSON, or with `strict` not UTF-8, and for
-    Parquet without the column.
+    With `column`, rows of Parquet have that column only. A file of JSON has a row per line, or is
+    one array of rows, or one row over several lines. Raises `ValueError` if the file cannot be
+    read, for a line that is not JSON in UTF-8, and for Parquet without the column.
     """
-    suffix = row_suffix(path)
-    if suffix == ".parquet":
+    if row_suffix(path) == ".parquet":
         yield from parquet_rows(path, column)
         return
-    if suffix in SEPARATORS:
-        yield from csv_rows(path, SEPARATORS[suffix], strict)
-        return
     for number, line in enumerate(read_lines(path), 1):
-        place = f"{path}, line {number:,}"
         if not line.strip():
             continue
-        text = line if strict else line.decode("utf-8-sig", "surrogateescape")
-        value = parse_line(text, place)
+        place = f"{path}, line {number:,}"
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", str(error))
+            raise ValueError(
+                f"{place}, is not valid JSON in UTF-8 ({reason}): correct, convert or remove it"
+            ) from error
         if isinstance(value, list) and number == 1:
-            yield from ((row, f"{path}, element {i:,}") for i, row in enumerate(value))
+            for i, row in enumerate(value):
+                yield row, f"{path}, element {i:,}"
         else:
             yield value, place
 
@@ -98,17 +88,6 @@ def read_lines(path: str) -> Iterator[bytes]:
             yield file.read()
         else:
             yield from file
-
-
-def parse_line(line: str | bytes, place: str) -> Any:
-    """Parses a line of JSON. Raises `ValueError`, with `place` before the reason, if it is not JSON, or bytes not UTF-8."""
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", str(error))
-        raise ValueError(
-            f"{place}, is not valid JSON in UTF-8 ({reason}): correct, convert or remove it"
-        ) from error
 
 
 def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
@@ -127,35 +106,19 @@ def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
                 number += 1
 
 
-def csv_rows(path: str, separator: str, strict: bool) -> Iterator[tuple[dict, str]]:
-    """Yields what `read_rows` yields, of a file whose first line has the columns' names. Every
-    value is a text: a library that guesses types takes NA, null and None for missing values."""
-    csv.field_size_limit(2**31 - 1)
-    with reading(path), open_file(path) as file:
-        errors = "strict" if strict else "surrogateescape"
-        lines = io.TextIOWrapper(file, "utf-8-sig", errors, newline="")
-        rows = csv.DictReader(lines, delimiter=separator, strict=True)
-        names = rows.fieldnames or []
-        if len(set(names)) < len(names):
-            raise ValueError(f"two of its columns have one name: {', '.join(names)}")
-        for row in rows:
-            place = f"line {rows.line_num:,}"
-            if None in row or None in row.values():
-                raise ValueError(f"{place} has more or fewer values than there are columns")
-            yield row, f"{path}, {place}"
-
-
-def column_of(row: Any, column: str, place: str) -> str:
-    """Returns the text of a row, empty for null. Raises `ValueError` if the column is missing or not a text."""
+def column_of(row: Any, column: str, place: str) -> str | list:
+    """Returns the text or the list of token ids of a row, an empty text for null. Raises `ValueError` if the column is missing or
+    holds something else."""
     if not isinstance(row, dict):
         raise ValueError(
             f"{place}, holds a value of type {type(row).__name__}, not an object: write {{{column!r}: …}}, one per line"
         )
     if column not in row:
         raise ValueError(no_column(f"{place},", column, row))
-    if not isinstance(row[column], str | None):
+    if not isinstance(row[column], str | list | None):
         raise ValueError(
-            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text: choose another by "
+            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text or a list of token ids: choose "
+            "another by "
             "--column, or correct it"
         )
     return row[column] or ""

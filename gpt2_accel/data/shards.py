@@ -18,12 +18,11 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "separation": which tokens stand between documents, in words,
-     "counts": {"not_utf8": bytes, "unknown": tokens, if any},
-     "first_not_utf8", "first_unknown": place of the first such document, or null,
+     "unknown": number of tokens for text that the tokenizer does not know,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …},
-     "sums": {file: SHA-256 of its `.sums` file (`remote.py`), …}}  # after a push
+     "sums": {file: digests of its pieces (`remote.py`), …}}  # after a push
 
 `end_of_text` begins each document and occurs nowhere else; with some tokenizers another token ends
 each (`tokenizer.document_marks`). In data of 0.4 it may be the unknown token. A split is one long
@@ -50,7 +49,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,9 +68,12 @@ if TYPE_CHECKING:
 
     from gpt2_accel.data.remote import RemoteShards
 
-VERSIONS = VERSION, PACKED_VERSION = 1, 2
+VERSION = 1
+PACKED_VERSION = 2
+VERSIONS = (VERSION, PACKED_VERSION)
 # The bits of a token in version 2, above its id.
-STARTS, COUNTS = np.uint32(1 << 30), np.uint32(1 << 31)
+STARTS = np.uint32(1 << 30)
+COUNTS = np.uint32(1 << 31)
 TOKEN_ID = STARTS - np.uint32(1)
 HEADER = struct.Struct("<8sIIQ32s8x")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -84,6 +86,7 @@ class UnreadableData(OSError):
     """A shard has changed while it is in use, or can no longer be read."""
 
 
+@dataclass
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
@@ -91,11 +94,13 @@ class ShardWriter:
     manifest, and so of the data's fingerprint.
     """
 
-    documents = 0
+    path: Path
+    dtype: np.dtype
+    version: int = VERSION
+    tokens: int = 0
+    documents: int = 0
 
-    def __init__(self, path: str | Path, dtype: np.dtype, version: int = VERSION):
-        self.path, self.dtype, self.version = Path(path), np.dtype(dtype), version
-        self.tokens = 0
+    def __post_init__(self) -> None:
         self._digest = hashlib.sha256()
         self._file = open(self.path, "wb")
         self._file.write(bytes(HEADER.size))
@@ -133,10 +138,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 
     Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
     """
-    path, headers = data_dir / shard["file"], []
-    if "offset" not in shard:  # of this format
-        about = dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
-        headers = [HEADER.pack(MAGIC, v, *about) for v in VERSIONS]
+    path = data_dir / shard["file"]
     first, last, end = byte_range(dtype, shard, start, count)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -147,7 +149,11 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
         raise FileNotFoundError(
             f"{path} is missing: remove the folder and prepare the data again"
         ) from None
-    if size < end or (headers and (size > end or header not in headers)):
+    intact = size >= end
+    if intact and "offset" not in shard:  # of this format
+        about = header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
+        intact = size == end and header == HEADER.pack(MAGIC, *about)
+    if not intact:
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
             "remove the folder and prepare the data again"
@@ -172,19 +178,18 @@ def read_manifest(data_dir: str | Path) -> dict:
 
     Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
     """
-    path = folder_of(data_dir) / MANIFEST
+    folder = folder_of(data_dir)
+    path = folder / MANIFEST
     if path.is_file():
         state = path.stat()
         return parsed_manifest(path, state.st_ino, state.st_mtime_ns, state.st_size)
-    if manifest := third_party_manifest(path.parent):
-        return manifest
-    text, target = "FILE_OR_FOLDER", data_dir
-    if os.path.exists(data_dir):
-        text, target = data_dir, "NEW_FOLDER"
-    raise FileNotFoundError(
-        f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by "
-        f"{recipe_command('prepare_data', 'text', text, '--data_dir', target)}"
-    )
+    manifest = third_party_manifest(folder)
+    if manifest is None:
+        command = recipe_command("prepare_data", "text", "PATH", "--data_dir", "NEW_FOLDER")
+        raise FileNotFoundError(
+            f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by {command}"
+        )
+    return manifest
 
 
 @functools.lru_cache(maxsize=32)  # a run asks for it at a dozen places, which do not change it
@@ -192,30 +197,23 @@ def parsed_manifest(path: Path, *state: int) -> dict:
     """Returns the content of a `manifest.json`, which has this `state`. Raises `ValueError` if it is damaged."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_bytes())
-        if is_valid(manifest):
+        known = [manifest["format"] == MANIFEST_FORMAT, manifest["dtype"] in DTYPES]
+        known += [manifest["version"] in VERSIONS, {"tokenizer", "source"} <= manifest.keys()]
+        for shard in listed_shards(manifest):
+            known += [plain_name(shard["file"]), shard["tokens"] >= 0]
+        if all(known):
             return manifest
     raise ValueError(f"{path} is damaged, or a newer release wrote it: prepare the data again")
 
 
-def is_valid(manifest: dict) -> bool:
-    """Whether a manifest is of this format, and its shards are files in its folder.
-
-    Raises `ValueError`, `KeyError`, `TypeError` or `AttributeError` if something is missing or of another type.
-    """
-    return (
-        manifest["format"] == MANIFEST_FORMAT
-        and manifest["version"] in VERSIONS
-        and manifest["dtype"] in DTYPES
-        and {"tokenizer", "source"} <= manifest.keys()
-        and all(plain_name(s["file"]) and s["tokens"] >= 0 for s in listed_shards(manifest))
-    )
-
-
 def listed_shards(manifest: dict) -> list[dict]:
     """Returns the entries of all files of tokens in a manifest."""
-    splits = manifest["splits"].values()
-    shards = [shard for split in splits for shard in split["shards"]]
-    return shards + [split["targets"] for split in splits if "targets" in split]
+    found = []
+    for split in manifest["splits"].values():
+        found += split["shards"]
+        if "targets" in split:
+            found.append(split["targets"])
+    return found
 
 
 class TokenStream:
@@ -231,32 +229,40 @@ class TokenStream:
 
     def __init__(self, data_dir: str | Path, split: str, remote: "RemoteShards | None" = None):
         manifest = read_manifest(data_dir)
-        if split not in manifest["splits"]:
-            raise ValueError(
-                f"{data_dir} has no split {split!r}, only {', '.join(manifest['splits'])}"
-            )
-        entry = manifest["splits"][split]
-        self.data_dir, self.split, self.remote = folder_of(data_dir), split, remote
+        splits = manifest["splits"]
+        if split not in splits:
+            raise ValueError(f"{data_dir} has no split {split!r}, only {', '.join(splits)}")
+        entry = splits[split]
+        self.data_dir = folder_of(data_dir)
+        self.split = split
+        self.remote = remote
         self.tokens: int = entry["tokens"]
         self.bytes: int | None = entry["bytes"]
+        self.shards: list[dict] = entry["shards"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.sequence_length: int | None = manifest.get("sequence_length")
-        self.shards: list[dict] = entry["shards"]
-        self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         self.dtype = DTYPES[manifest["dtype"]]
-        self._read = partial(read_shard, self.data_dir) if remote is None else remote.read
-        for shard in self.shards if remote is None else []:
-            self._read(self.dtype, shard, 0, 0)
+        self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
+        if remote is None:
+            for shard in self.shards:
+                self._read(shard, 0, 0)
         self.targets: np.ndarray | None = None
-        if self.sequence_length is not None:
+        if self.sequence_length:
             targets = entry["targets"]
-            self.targets = self._read(self.dtype, targets, 0, targets["tokens"]).astype(np.int64)
+            self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
+
+    def _read(self, shard: dict, start: int, count: int) -> np.ndarray:
+        """Returns tokens of a shard on the disk or elsewhere."""
+        if self.remote is None:
+            return read_shard(self.data_dir, self.dtype, shard, start, count)
+        return self.remote.read(self.dtype, shard, start, count)
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[dict, int, int]]:
         """Yields where the tokens [start, start + count) are: shards, the first token in each, and how many."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         while count:
-            shard, left = self.shards[number], int(self._ends[number]) - start
+            shard = self.shards[number]
+            left = int(self._ends[number]) - start
             size = min(count, left)
             yield shard, shard["tokens"] - left, size
             start += size
@@ -277,10 +283,11 @@ class TokenStream:
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         found = [np.empty(0, np.int64)]
         for shard, first, size in self.ranges(start, count):
-            piece, path = self._read(self.dtype, shard, first, size), self.data_dir / shard["file"]
+            piece = self._read(shard, first, size)
+            path = self.data_dir / shard["file"]
             if len(piece) != size:
                 raise UnreadableData(f"{path} gave {len(piece):,} of {size:,} tokens: try again")
-            ids = piece if self.sequence_length is None else piece & TOKEN_ID
+            ids = piece & TOKEN_ID if self.sequence_length else piece
             if ids.max(initial=0) >= self.vocab_size:
                 raise ValueError(
                     f"{path} holds the token id {ids.max()}, but the vocabulary has {self.vocab_size}: prepare the data "
@@ -297,8 +304,9 @@ def data_fingerprint(data_dir: str | Path) -> str:
     """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and checksums of all shards."""
     manifest = read_manifest(data_dir)
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
-    for folder, _, share in read_parts(data_dir) if "mixture" in manifest else []:
-        content += [share, data_fingerprint(folder)]
+    if "mixture" in manifest:
+        for folder, _, share in read_parts(data_dir):
+            content += [share, data_fingerprint(folder)]
     return text_digest(json.dumps(content, sort_keys=True))
 
 
@@ -356,18 +364,19 @@ def verify_data(data_dir: str | Path) -> int:
     """
     if "format" in read_manifest(data_dir):
         load_data_tokenizer(data_dir)
-    parts = read_parts(data_dir)
-    shards = [(f, DTYPES[m["dtype"]], shard) for f, m, _ in parts for shard in listed_shards(m)]
-    for folder, dtype, shard in progress(shards, "verifying", len(shards)):
-        read_shard(folder, dtype, shard, 0, 0)
-        with open(folder / shard["file"], "rb") as file:
+    shards = []
+    for folder, manifest, _ in read_parts(data_dir):
+        shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
+    for folder, kind, shard in progress(shards, "verifying", len(shards)):
+        read_shard(folder, DTYPES[kind], shard, 0, 0)
+        path = folder / shard["file"]
+        expected = shard["sha256"]
+        with open(path, "rb") as file:
             file.seek(HEADER.size)
-            expected = shard["sha256"]
-            changed = expected and hashlib.file_digest(file, "sha256").hexdigest() != expected
-        if changed:
-            raise ValueError(
-                f"{folder / shard['file']} does not match its checksum: remove the folder and prepare or pull the data again"
-            )
+            if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise ValueError(
+                    f"{path} does not match its checksum: remove the folder and prepare or pull the data again"
+                )
     return len(shards)
 
 

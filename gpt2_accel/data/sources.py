@@ -1,7 +1,6 @@
 """Sources of text: files of plain text, files of rows, data sets of the Hub, and texts in memory."""
 
 import codecs
-import http.client
 import itertools
 import os
 import sys
@@ -11,24 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gpt2_accel.data.documents import (
     CHUNK,
+    HELD_OUT,
     VAL_SHARE,
     Document,
-    Rule,
-    by_hash,
     chunks,
     fitting_share,
     last_part,
     next_cut,
+    split_of,
     text_digest,
 )
-from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, place_of, read_rows, reading, row_suffix
+from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
 from gpt2_accel.runtime.files import first_line
+from gpt2_accel.tokenizer import document_marks
 
 if TYPE_CHECKING:
     from huggingface_hub import DatasetInfo
+    from transformers import PreTrainedTokenizerBase
 
+TABLES = {".csv", ".tsv"}  # rows that are not read, and whose syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out
 SECONDS_TO_ANSWER = 8
@@ -83,56 +87,97 @@ def text_file(path: Path, split: str | None) -> Source:
 
 
 def read_part(path: Path, start: int, end: int) -> Iterator[str]:
-    """Yields the text in bytes [start, end) of a file, without a byte-order mark."""
-    with open(path, "rb") as file:
+    """Yields the text in bytes [start, end) of a file, without a byte-order mark. Raises `ValueError` if it is not UTF-8."""
+    with reading(str(path)), open(path, "rb") as file:
         file.seek(start)
         blocks = iter(lambda: file.read(min(end - file.tell(), CHUNK)), b"")
-        encoding = "utf-8" if start else "utf-8-sig"
-        yield from codecs.iterdecode(blocks, encoding, "surrogateescape")
+        yield from codecs.iterdecode(blocks, "utf-8" if start else "utf-8-sig")
 
 
-def row_file(path: str, column: str, rule: Rule) -> Source:
-    """Returns the source of a local or remote file with a document in the `column` of each row, held out by `rule`."""
-
+def row_file(
+    path: str, column: str, tokenizer: "PreTrainedTokenizerBase | None", one_in: int | None
+) -> Source:
+    """Returns the source of a local or remote file with a document in the `column` of each row: a text, or token ids of
+    `tokenizer`. One row in `one_in` is held out, or the last part of each if that is None."""
     state = state_of(path)
 
     def documents() -> Iterator[Document]:
         for row, place in unchanged(read_rows(path, column), path, state):
-            for split, text in rule(column_of(row, column, place)):
-                yield Document(split, chunks([text]), place)
+            key = value = column_of(row, column, place)
+            if isinstance(value, list):
+                value = token_ids(value, tokenizer, place)
+                key = tokenizer.decode(value, skip_special_tokens=True)
+            if one_in:
+                parts = {split_of(key, one_in): value}
+            else:
+                cut = last_part(value)
+                parts = {"train": value[:cut], "val": value[cut:]}
+            for split, part in parts.items():
+                yield Document(split, chunks([part]), place)
 
     return Source(f"{path}, {column}", documents, *state)
+
+
+def token_ids(row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str) -> np.ndarray:
+    """Returns a row of token ids of `tokenizer`, (n,) int64, without the tokens at its ends that separate documents.
+
+    Raises `ValueError` if one is not an integer, is negative or is not in the vocabulary, and without a tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            f"{place}, holds token ids: give the tokenizer that made them by --tokenizer"
+        )
+    for token in row:
+        if type(token) is not int or not 0 <= token < len(tokenizer):
+            raise ValueError(
+                f"{place}, holds {token!r}, which is not a token id from 0 to {len(tokenizer) - 1}: give the tokenizer that "
+                "made the ids by --tokenizer, or choose another --column"
+            )
+    ids = np.array(row, np.int64)
+    begin, end = document_marks(tokenizer)
+    inside = np.flatnonzero(~np.isin(ids, begin + end))
+    return ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
 
 
 # Files of a corpus
 
 
-def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
+def corpus_files(
+    names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> list[Source]:
     """Returns the sources of files, given with their names: first plain text, then rows.
 
     Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
-    file is held out instead. Raises `ValueError` if the first rows are not documents with a text in `column`.
+    file is held out instead. The other arguments and the errors are those of `row_files`.
     """
-    splits: dict[Path, str | None] = {
-        path: by_hash(name)[0][0] for path, name in names.items() if not row_suffix(path)
-    }
-    rows = [str(path) for path in names if path not in splits]
+    splits: dict[Path, str | None] = {}
+    rows = []
     sizes = {"train": 0, "val": 0}
-    for path, split in splits.items():
-        sizes[split] += path.stat().st_size
+    for path, name in names.items():
+        if row_suffix(path):
+            rows.append(str(path))
+        else:
+            splits[path] = split_of(name)
+            sizes[splits[path]] += path.stat().st_size
     if not fits(sizes):
         splits = dict.fromkeys(splits)
-    return [*(text_file(*file) for file in splits.items()), *row_files(rows, column)]
+    plain = [text_file(*file) for file in splits.items()]
+    return plain + row_files(rows, column, tokenizer)
 
 
-def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[Source]:
-    """Returns the sources of files of rows.
+def row_files(
+    paths: Sequence[str],
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    one_in: int = HELD_OUT,
+) -> list[Source]:
+    """Returns the sources of files of rows, whose `column` has texts, or token ids of `tokenizer`.
 
-    Rows are held out by `rule`. If that is `by_hash`, and no fitting share of the text in the first `SAMPLED_ROWS` rows,
-    it is by `last_part`; raises `ValueError` if one of these rows has no text in `column`.
+    One row in `one_in` is held out by a hash of its text. If that is `HELD_OUT`, and no fitting share of the first
+    `SAMPLED_ROWS` rows, the last part of each row is; raises `ValueError` if one of these rows has no text in `column`.
     """
-    files = [row_file(path, column, rule) for path in paths]
-    if rule is not by_hash:
+    files = [row_file(path, column, tokenizer, one_in) for path in paths]
+    if one_in != HELD_OUT:
         return files
     sizes = {"train": 0, "val": 0}
     documents = itertools.chain.from_iterable(file.documents() for file in files)
@@ -140,7 +185,7 @@ def row_files(paths: Sequence[str], column: str, rule: Rule = by_hash) -> list[S
         sizes[document.split] += sum(map(len, document.chunks))
     if fits(sizes):
         return files
-    return [row_file(path, column, last_part) for path in paths]
+    return [row_file(path, column, tokenizer, None) for path in paths]
 
 
 def fits(sizes: Mapping[str, int]) -> bool:
@@ -151,8 +196,10 @@ def fits(sizes: Mapping[str, int]) -> bool:
 def state_of(path: str) -> tuple[int, float | None]:
     """Returns an estimate of the text in a file, in bytes, and the time at which a local one was
     modified."""
+    import fsspec
+
     with reading(path):
-        file_system, name = place_of(path)
+        file_system, name = fsspec.core.url_to_fs(path)
         info = file_system.info(name)
     return info["size"] * COMPRESSION.get(Path(path).suffix.lower(), 1), info.get("mtime")
 
@@ -176,23 +223,35 @@ def find_files(
     """Finds a file, or the sorted files below a folder that match `pattern` and are not hidden; returns those that
     `accepts` takes, with their names below the folder. Prints for a folder how many files are taken and left out.
 
-    Raises `FileNotFoundError` if the source does not exist, `ValueError` if no file is of the `kind`.
+    Raises `FileNotFoundError` if the source does not exist, `ValueError` if no file is of the `kind`, `OSError` if a folder
+    cannot be read.
     """
+
+    def fail(error: OSError) -> None:
+        raise error
+
     source = Path(source)
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
-    found = {source: source.name}
+    found = [source]
     if source.is_dir():
-        matching = set(source.rglob(pattern or "*"))
-        files = [path for path in visible_files(source) if path in matching]
-        found = {path: path.relative_to(source).as_posix() for path in files}
-    elif not source.is_file():
-        raise ValueError(f"{source} is a pipe or a device, not a regular file: write it to a file")
-    taken = {path: name for path, name in found.items() if path.is_file() and accepts(path)}
-    others = [path for path in found if path not in taken]
+        found = []
+        for parent, folders, names in os.walk(source, onerror=fail):
+            folders[:] = [name for name in folders if name[0] != "."]
+            for name in names:
+                path = Path(parent, name)
+                if name[0] != "." and path.match(pattern or "*"):
+                    found.append(path)
+    taken = {}
+    left_out = []
+    for path in sorted(found):
+        if path.is_file() and accepts(path):
+            taken[path] = path.relative_to(source).as_posix() if path != source else path.name
+        else:
+            left_out.append(path.name)
     line = f"{source}: took {len(taken):,} files"
-    if others:
-        line += f"; left out {len(others):,}, not {kind}, the first: {others[0].name}"
+    if left_out:
+        line += f"; left out {len(left_out):,}, not {kind}, the first: {left_out[0]}"
     if not taken:
         raise ValueError(f"{line}: give {kind}, or another --pattern of a folder's files")
     if source.is_dir():
@@ -200,27 +259,18 @@ def find_files(
     return taken
 
 
-def visible_files(folder: str | Path) -> list[Path]:
-    """Returns the files below a folder that are not hidden, sorted. Raises `OSError` if a folder cannot be read, which
-    `rglob` and `datasets` leave out."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    found = []
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name[0] != "."]
-        found += [Path(parent, name) for name in names if name[0] != "."]
-    return sorted(found)
-
-
 def is_text(path: Path) -> bool:
-    """Whether a path is a file of rows, or of UTF-8 text by its beginning; a few invalid bytes are allowed."""
-    if row_suffix(path) and path.suffix.lower() in COMPRESSION:
+    """Whether a path is a file of rows, or of UTF-8 text by its beginning."""
+    if row_suffix(path):
         return True
+    if path.suffix.lower() in TABLES:
+        return False
     with open(path, "rb") as file:
-        text = file.read(CHUNK).decode("utf-8", "replace")
-    return "\0" not in text and 1000 * text.count("\ufffd") <= len(text)
+        start = file.read(CHUNK)
+    try:
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
 
 
 def read_text(path: str | Path) -> str:
@@ -248,19 +298,21 @@ def hub_files(
     revision: str | None = None,
     data_files: str | None = None,
 ) -> tuple[list[str], str | None]:
-    """Returns the files of a data set on the Hub or in a folder, and its revision (a commit).
+    """Returns the files of a data set on the Hub, and its revision (a commit).
 
-    Raises `ValueError` if the data set, its configuration or split does not exist, or its files are
-    not of `ROW_SUFFIXES`, `OSError` if the Hub has no such data set or cannot be reached, or if a
-    folder cannot be read.
+    Raises `ValueError` if `name` is a local path, if the data set, its configuration or split does not exist, or its files
+    are not of `ROW_SUFFIXES`, `OSError` if the Hub has no such data set or cannot be reached.
     """
     from datasets import load_dataset_builder
-    from datasets.data_files import FILES_TO_IGNORE
     from huggingface_hub import constants
 
-    if not (os.path.exists(name) or constants.HF_HUB_OFFLINE):
+    if os.path.exists(name):
+        raise ValueError(
+            f"{name} is a file or folder on this machine, not a data set on the Hub: prepare it by the command text, or "
+            "conversations by chat without options of the Hub; --pattern selects files of a folder"
+        )
+    if not constants.HF_HUB_OFFLINE:
         revision = data_set_info(name, revision).sha  # `datasets` retries for longer
-    local = visible_files(Path(name).resolve()) if os.path.isdir(name) else []
     try:
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
     except Exception as error:  # for an empty name, an IndexError
@@ -269,24 +321,14 @@ def hub_files(
             "the network; if it has a script, try --revision refs/convert/parquet"
         ) from error
     splits = builder.config.data_files or {}
-    if split not in splits:
-        known = ", ".join(map(str, splits)) or "none"
-        raise ValueError(f"the data set {name} has no split {split!r}, only {known}: set --split")
-    for file in splits[split]:
-        if not row_suffix(file):
-            raise ValueError(
-                f"{file} is not a file of rows ({', '.join(ROW_SUFFIXES)}): convert it, or give "
-                "--revision refs/convert/parquet, where the Hub has data sets as Parquet"
-            )
-    known_files = set(itertools.chain.from_iterable(splits.values()))
-    for path in local if not (config or data_files) else []:
-        # `datasets` takes the commonest format only, and only names with a split in them if there are such names.
-        if row_suffix(path) and path.name not in FILES_TO_IGNORE and str(path) not in known_files:
-            raise ValueError(
-                f"{path} is in none of the splits that datasets finds in {name}: prepare all "
-                "files by the command text, or choose some by --data_files"
-            )
-    return list(splits[split]), revision
+    files = list(splits.get(split, []))
+    if not files or not all(map(row_suffix, files)):
+        raise ValueError(
+            f"the data set {name} has no files of rows ({', '.join(ROW_SUFFIXES)}) in the split {split!r}, of "
+            f"{', '.join(map(str, splits)) or 'none'}: set --split, or --revision refs/convert/parquet, where the Hub has data "
+            "sets as Parquet"
+        )
+    return files, revision
 
 
 def data_set_info(name: str, revision: str | None, **options: bool) -> "DatasetInfo":
@@ -326,7 +368,7 @@ def tiny_shakespeare() -> str:
     try:
         with urllib.request.urlopen(TINY_SHAKESPEARE, timeout=8) as response:
             return response.read().decode()
-    except (OSError, http.client.HTTPException) as error:
+    except Exception as error:  # the HTTP client raises several
         raise ConnectionError(
             f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text by --input FILE"
         ) from error

@@ -65,17 +65,18 @@ def third_party_manifest(folder: Path) -> dict | None:
     `FileNotFoundError` if datatrove's tokenizer is not found.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    if datatrove := [name for name in names if name.endswith(".ds")]:
+    datatrove = [name for name in names if name.endswith(".ds")]
+    named = [name for name in names if NAME.fullmatch(name)]
+    if datatrove:
         tokenizer, dtype, files = datatrove_files(folder, datatrove)
-    elif named := [name for name in names if NAME.fullmatch(name)]:
+    elif named:
         tokenizer, dtype, files = named_files(folder, named)
     else:
         return None
     splits: dict[str, dict] = {}
     for split, name, tokens, offset in files:
-        entry = splits.setdefault(
-            split, {"tokens": 0, "documents": None, "bytes": None, "shards": []}
-        )
+        new = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
+        entry = splits.setdefault(split, new)
         entry["tokens"] += tokens
         shard = {"file": name, "tokens": tokens, "offset": offset, "sha256": None}
         entry["shards"].append(shard)
@@ -95,7 +96,8 @@ def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[Fi
             f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
             "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
         )
-    files, dtypes = [], set()
+    files = []
+    dtypes = set()
     for name in names:
         dtype, tokens, offset = find_tokens(folder / name)
         dtypes.add(dtype)
@@ -121,7 +123,8 @@ def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
             f"{path.parent}/manifest.json is missing beside {path.name}: restore it, or prepare the data again"
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
-    if dtype := HEADERS.get(tuple(kind)):
+    dtype = HEADERS.get(tuple(kind))
+    if dtype:
         return dtype, tokens, LLMC_HEADER
     if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
         raise ValueError(
@@ -152,7 +155,8 @@ def headerless_dtype(path: Path) -> np.dtype:
 
 def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
     """Returns the tokenizer's entry in the manifest, the dtype and the parts of the files `names` that datatrove wrote."""
-    sizes, kinds = {}, set()
+    sizes = {}
+    kinds = set()
     for name in names:
         try:
             kind, tokens, *_ = (folder / f"{name}.metadata").read_text().splitlines()
@@ -168,7 +172,8 @@ def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, lis
         )
     source, _, width = kinds.pop().partition("|")
     dtype = np.dtype(f"<u{width or 2}")  # older versions have no width
-    tokenizer, total = named_tokenizer(source, folder / "tokenizer"), sum(sizes.values())
+    tokenizer = named_tokenizer(source, folder / "tokenizer")
+    total = sum(sizes.values())
     left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
     files = []
     for name, tokens in sizes.items():

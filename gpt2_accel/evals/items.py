@@ -37,7 +37,7 @@ def read_items(path: str | Path) -> list[Item]:
     if not row_suffix(path):
         return [Item(str(path), {"text": read_text(path)})]
     items = []
-    for row, place in read_rows(str(path), strict=True):
+    for row, place in read_rows(str(path)):
         if not isinstance(row, dict):
             raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
         items.append(Item(place, row))

@@ -3,15 +3,13 @@
 A repository is a data set that holds what `data/shards.py` describes, X.
 """
 
-import fnmatch
-import os
 import shutil
 from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.remote import SUMS, RemoteShards, write_sums
+from gpt2_accel.data.remote import RemoteShards, digests
 from gpt2_accel.data.shards import (
     HUB,
     MANIFEST,
@@ -34,7 +32,6 @@ from gpt2_accel.runtime.files import (
 
 COMMIT = "commit.txt"  # in the cached folder of a repository: the commit whose files it describes
 TIMEOUT = 10.0  # seconds of a request without an answer
-CACHE_GB = 100.0  # of pieces of shards, unless GPT2_ACCEL_CACHE_GB says otherwise
 CARD = """---
 license: other
 tags: [gpt2_accel]
@@ -80,9 +77,7 @@ def open_hub(data_dir: str, rank: int = 0, ranks: int = 1) -> RemoteShards | Non
                 (scratch / COMMIT).write_text(commit)
                 read_manifest(scratch)
     fetch = partial(fetch_bytes, repo_id, (folder / COMMIT).read_text())
-    limit = float(os.environ.get("GPT2_ACCEL_CACHE_GB", CACHE_GB)) * 1e9
-    sums = read_manifest(folder).get("sums", {})
-    return RemoteShards(folder, fetch, sums, limit, (rank, ranks))
+    return RemoteShards(folder, fetch, read_manifest(folder).get("sums", {}), rank, ranks)
 
 
 def fetch_bytes(repo_id: str, commit: str, file: str, start: int, end: int, size: int) -> bytes:
@@ -135,40 +130,28 @@ def download(repo_id: str, commit: str, folder: Path, **files: list[str]) -> Non
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
-def pull_data(name: str, data_dir: str | Path, shards: int | None = None) -> dict:
+def pull_data(name: str, data_dir: str | Path) -> dict:
     """Downloads prepared data, `USER/NAME` or `USER/NAME@REVISION`, into the new folder `data_dir`; returns its manifest.
 
-    `shards` is the number of training shards to take, the first of them. Prints the size first. A download that was
-    interrupted continues. Raises the errors of `open_hub` and `verify_data`.
+    Prints the size first. A download that was interrupted continues. Raises the errors of `open_hub` and `verify_data`.
     """
     data_dir = Path(data_dir)
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
     found = data_set_info(repo_id, revision or None, files_metadata=True)
-    files = {file.rfilename: file.size or 0 for file in found.siblings}
-    training = sorted(fnmatch.filter(files, "*train_[0-9]*.bin"))
-    left_out = training[shards or len(training) :]
-    left_out += [f"{file}{SUMS}" for file in left_out]
-    sizes = [size for file, size in files.items() if file not in left_out]
-    print(f"{repo_id}: {len(sizes):,} files, {readable_size(sum(sizes))}", flush=True)
+    size = sum(file.size or 0 for file in found.siblings)
+    print(f"{repo_id}: {len(found.siblings):,} files, {readable_size(size)}", flush=True)
     work = data_dir.with_name(f".{data_dir.name}.{found.sha[:12]}.partial")
-    download(repo_id, found.sha, work, ignore_patterns=left_out)
-    manifest = read_manifest(work)
-    if left_out and "format" in manifest:
-        train = manifest["splits"]["train"]
-        kept = [shard for shard in train["shards"] if shard["file"] not in left_out]
-        train |= {"shards": kept, "tokens": sum(shard["tokens"] for shard in kept)}
-        train |= {"documents": None, "bytes": None}
-        write_json(work / MANIFEST, manifest)
+    download(repo_id, found.sha, work)
     verify_data(work)
     work.rename(data_dir)
-    return manifest
+    return read_manifest(data_dir)
 
 
 def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> str:
     """Uploads a data folder, with a data set card in its `README.md` unless there is one; returns the repository's URL.
 
-    First checks the shards, writes their `.sums` files and lists these in the manifest
+    First checks the shards, and writes the digests of their pieces into the manifest
     (`data/remote.py`). Other trainers' token files have no manifest and get none.
 
     Raises `ValueError` if the folder holds no prepared data, if a shard is damaged or if there is
@@ -180,9 +163,8 @@ def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> st
         raise ValueError(f"{data_dir} is a mixture: push the folders that it mixes")
     verify_data(data_dir)
     if "format" in manifest:
-        files = (shard["file"] for shard in listed_shards(manifest))
-        sums = {file: write_sums(data_dir / file) for file in files}
-        manifest = {**manifest, "sums": sums}
+        files = [shard["file"] for shard in listed_shards(manifest)]
+        manifest = {**manifest, "sums": {file: digests(data_dir / file) for file in files}}
         write_json(data_dir / MANIFEST, manifest)
     if not (data_dir / "README.md").exists():
         write_file(data_dir / "README.md", CARD.format(repo_id=repo_id, manifest=manifest))

@@ -19,7 +19,7 @@ from gpt2_accel.data.conversations import (
     NO_ANSWER,
     REFUSED,
     best_fit,
-    encode_row,
+    encode_messages,
     held_out,
     left_out,
     prepare_conversations,
@@ -194,7 +194,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 21
     assert left_out(manifest["left_out"])[-1] == (
-        "left out: 2 conversations of more tokens than a window, whose beginning prepare_data.py chat --cut keeps, the first: "
+        "left out: 2 conversations of more tokens than a window; --cut keeps the beginning of conversations, the first: "
         f"{file}, line 25"
     )
 
@@ -230,9 +230,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(chat_base, tmp_path, mo
 
     def changing(*row):
         os.utime(tmp_path / "rows.jsonl", (1, 1))
-        return encode_row(*row)
+        return encode_messages(*row)
 
-    monkeypatch.setattr("gpt2_accel.data.conversations.encode_row", changing)
+    monkeypatch.setattr("gpt2_accel.data.conversations.encode_messages", changing)
     with refused("rows.jsonl has changed"):
         prepared(chat_base, tmp_path)
 

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from conftest import chat_rows, make_text, read_json, refused, run_recipe, write_lines
 
-from gpt2_accel.data.conversations import left_out, prepare_conversations, summary
+from gpt2_accel.data.conversations import TOO_LONG, left_out, prepare_conversations, summary
 from gpt2_accel.data.loader import TrainLoader, open_split
-from gpt2_accel.data.messages import EMPTY, NOT_SUPPORTED, Problem
+from gpt2_accel.data.messages import (
+    EMPTY,
+    EQUAL,
+    NO_LAST_ANSWER,
+    NOT_SUPPORTED,
+    OTHER_PROMPTS,
+    Problem,
+    read_pair,
+)
 from gpt2_accel.data.mixture import write_mixture
-from gpt2_accel.data.pairs import EQUAL, NO_LAST_ANSWER, OTHER_PROMPTS, PAIR_TOO_LONG, read_pair
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
@@ -86,8 +93,14 @@ def test_pairs_that_are_left_out(row, reason):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "x"}, "here, has text, no pair of answers: write prompt, chosen and rejected"),
-        ({"prompt": "Why?", "chosen": "So."}, "here, has prompt, chosen, no pair of answers"),
+        (
+            {"text": "x"},
+            r"here, has \['text'\], no pair of answers: write prompt, chosen and rejected",
+        ),
+        (
+            {"prompt": "Why?", "chosen": "So."},
+            r"here, has \['prompt', 'chosen'\], no pair of answers",
+        ),
         (["So.", "No."], "here, has list, no pair of answers"),
         (None, "here, has NoneType, no pair of answers"),
         ({"chosen": "So.", "rejected": "No."}, "here, has no prompt: write it in prompt, or as"),
@@ -123,7 +136,7 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     manifest = prepared(chat_base, tmp_path, rows)
     tokenizer, seen = chat_tokenizer(chat_base), []
     reasons = {reason: count for reason, (count, _) in manifest["left_out"].items()}
-    assert reasons.pop(PAIR_TOO_LONG) == 2 and reasons.pop(EQUAL) == 2
+    assert reasons.pop(TOO_LONG) == 2 and reasons.pop(EQUAL) == 2
     ((special, count),) = reasons.items()
     assert special.startswith("with a special token") and count == 2
     assert "left out: 2 pairs whose answers are equal, the first: " in " ".join(
@@ -179,7 +192,7 @@ def test_micro_batches_are_weighted_by_pairs(chat_base, world_size, size, tmp_pa
             whole = loader.streams[0].read(batch.numbers[0] * 128, 128) & int(TOKEN_ID)
             assert np.array_equal(batch.input_ids[0], whole)
     assert found == [4 / (world_size * size)] * (4 // size)
-    assert sorted(numbers) == sorted(loader.samples(8, 4))
+    assert sorted(numbers) == sorted(loader.order(8, 4)[:, 1])
 
 
 def test_the_command_prepares_pairs(chat_base, tmp_path, capsys):
@@ -200,7 +213,7 @@ def test_the_command_prepares_pairs(chat_base, tmp_path, capsys):
 def test_a_line_that_is_no_pair_is_named(chat_base, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text(json.dumps(pair()) + "\n" + json.dumps({"text": "x"}) + "\n")
-    with refused("pairs.jsonl, line 2, has text, no pair of answers"):
+    with refused(r"pairs.jsonl, line 2, has \['text'\], no pair of answers"):
         prepare_conversations(
             [str(file)], chat_tokenizer(chat_base), tmp_path / "pairs", pairs=True,
             sequence_length=64, source="made up", model=str(chat_base),

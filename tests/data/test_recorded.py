@@ -129,6 +129,8 @@ def loader(folder, **ranks):
 @pytest.mark.parametrize(("name", "first", "start", "content"), ORDERS)
 def test_the_training_order(sets, name, first, start, content):
     samples = loader(sets / name).samples(first, 4096)
+    if name != "mix":
+        samples = [window for _, window in samples]
     assert samples[:3] == start and digest(samples) == content
 
 
