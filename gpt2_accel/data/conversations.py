@@ -55,8 +55,6 @@ CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 SURROGATE = "[\ud800-\udfff]"
 DTYPE = DTYPES["uint32"]
-Problems = dict[str, list]
-"""For each reason to leave out or change a conversation how often it occurs, and its first place."""
 
 
 def prepare_conversations(
@@ -111,20 +109,17 @@ def prepare_conversations(
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(items, mine))
             entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id, packed)
-        found = {
+        return {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,
             "sequence_length": 2 * size if pairs else size,
             "template": template,
             "model": model,
+            "packed": packed,
+            "pairs": pairs,
             "left_out": problems,
             "splits": entries,
         }
-        if not packed:
-            found["packed"] = False
-        if pairs:
-            found["pairs"] = True
-        return found
 
     listed = [(file, *state) for file, state in states.items()]
     options = [sequence_length, cut, model, shorten]
@@ -148,9 +143,9 @@ def encode_files(
     longest: int,
     cut: bool,
     pairs: bool,
-) -> tuple[list[list[np.ndarray]], np.ndarray, Problems]:
+) -> tuple[list[list[np.ndarray]], np.ndarray, dict[str, list]]:
     """Returns the items, each the tokens of a conversation, or of both of a pair, (n,) uint32 with their bits; their keys,
-    (items,) uint64; and why others are left out, or changed.
+    (items,) uint64; and for each reason why others are left out, or changed, how often and where first.
 
     `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
     that of the first conversation with the same token ids: a template trims spaces. The key of a pair is the hash of its prompt.
@@ -344,7 +339,7 @@ def summary(manifest: Mapping) -> list[str]:
     return lines + left_out(manifest["left_out"], kind)
 
 
-def left_out(problems: Problems, kind: str = "conversation") -> list[str]:
+def left_out(problems: dict[str, list], kind: str = "conversation") -> list[str]:
     """Returns a line for each reason why rows, each a `kind`, are left out or changed: how many, and the first."""
     return [
         f"{'kept' if reason == CUT else 'left out'}: {plural(count, kind)} {reason}, the first: {first}"

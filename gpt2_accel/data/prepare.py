@@ -92,7 +92,7 @@ def prepare_text(
     text, source = one_text(path)
     if not prepared:
         prepare_sources([source], tokenizer_of(text), data_dir, source=source.name)
-    elif read_manifest(data_dir)["source"].split()[-1] != source.name.split()[-1]:  # SHA-256
+    elif source.name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"
         )
@@ -139,8 +139,8 @@ def prepare_sources(
         for split, entry in record["splits"].items():
             if not entry["tokens"]:
                 raise ValueError(
-                    f"{source} holds no text for the split {split!r}: add other documents, since equal rows share a split and "
-                    "a few words are not divided; for fineweb-edu lower --shard_tokens"
+                    f"{source} holds no text for the split {split!r}: add other documents (equal rows "
+                    "share a split, a few words are not divided); for fineweb-edu lower --shard_tokens"
                 )
         record["separation"] = describe_marks(tokenizer)
         return {"version": VERSION, "dtype": writer.dtype.name, **record}

@@ -33,7 +33,8 @@ class RemoteShards:
     """Reads the shards of a data set, whose files `fetch` reads, through a cache of pieces in `folder`.
 
     Processes of one machine share the folder: a piece is a file that ends with its digest, written
-    atomically. `sums` has the `digests` of each shard; the content of a shard without them is not checked. Of what is ahead of need the process number `rank` of `ranks` fetches its share.
+    atomically. `sums` has the `digests` of each shard; the content of a shard without them is not
+    checked. Process `rank` of the `ranks` of a machine fetches its share of what is ahead of need.
     """
 
     folder: Path
@@ -82,7 +83,8 @@ class RemoteShards:
         listed = self.sums.get(file)
         if listed and not listed.startswith(own.hex(), 2 * DIGEST * number):
             raise UnreadableData(
-                f"{file} does not match its digests from byte {start:,} on: start the same command again, or push the data again"
+                f"{file} does not match its digests from byte {start:,} on: start the same command "
+                "again, or push the data again"
             )
         write_file(path, data + own)
         return data

@@ -34,15 +34,13 @@ plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a co
      "sequence_length": tokens of a window, "template": SHA-256 of the tokenizer's chat template, "model": its name,
      "splits": {"train": {…, "bytes": null, "targets": {"file": …, "tokens": windows, "sha256": …}}}
 
-where `targets` is a version 1 shard with what each window counts for in an update: the number of its counted tokens. Padding
-has no bits. With `"pairs": true` the first half of a window is a prompt with its chosen answer, the second with the rejected
+where `targets` is a version 1 shard with what each window counts for in an update: the number of its counted tokens. Padding has no bits. With `"pairs": true` the first half of a window is a prompt with its chosen answer, the second with the rejected
 one, and each window counts for 1.
 
 A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the files. A mixture's holds
 `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
 
 VERSION = 1
 PACKED_VERSION = 2
-VERSIONS = (VERSION, PACKED_VERSION)
 # The bits of a token in version 2, above its id.
 STARTS = np.uint32(1 << 30)
 COUNTS = np.uint32(1 << 31)
@@ -90,8 +87,8 @@ class UnreadableData(OSError):
 class ShardWriter:
     """Writes one shard in several calls of `append`, and the header last.
 
-    A shard that was not closed has no magic, so it is never read as a complete one. `documents` is part of its entry in the
-    manifest, and so of the data's fingerprint.
+    A shard that was not closed has no magic, so it is never read as a complete one. `documents` is
+    part of its entry in the manifest.
     """
 
     path: Path
@@ -124,7 +121,7 @@ class ShardWriter:
 
 
 def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[int, int, int]:
-    """Returns where the tokens [start, start + count) of a shard begin and end in its file, and where the last one ends."""
+    """Returns where the tokens [start, start + count) of a shard begin and end, and its own end."""
     offset = shard.get("offset", HEADER.size)
     first = offset + start * dtype.itemsize
     return first, first + count * dtype.itemsize, offset + shard["tokens"] * dtype.itemsize
@@ -133,10 +130,9 @@ def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[in
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
     """Returns the tokens [start, start + count) of the file that the manifest lists as `shard`, (count,) of `dtype`.
 
-    The file is opened and its header is checked at each call: no number of shards takes file descriptors, and a replaced
-    file is noticed. It is read, not mapped: a mapped file that is truncated kills the process.
-
-    Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
+    The file is opened and its header is checked at each call: open files do not grow with the
+    number of shards, and a replaced file is noticed. A mapped file would kill the process if it is
+    truncated. Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
     """
     path = data_dir / shard["file"]
     first, last, end = byte_range(dtype, shard, start, count)
@@ -174,31 +170,26 @@ def folder_of(data_dir: str | Path) -> Path:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """Returns the manifest of a data folder, as in the module's docstring.
-
-    Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
-    """
+    """Returns the manifest of a data folder, as in the module's docstring. Raises
+    `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format."""
     folder = folder_of(data_dir)
     path = folder / MANIFEST
-    if path.is_file():
-        state = path.stat()
-        return parsed_manifest(path, state.st_ino, state.st_mtime_ns, state.st_size)
-    manifest = third_party_manifest(folder)
-    if manifest is None:
-        command = recipe_command("prepare_data", "text", "PATH", "--data_dir", "NEW_FOLDER")
-        raise FileNotFoundError(
-            f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by {command}"
-        )
-    return manifest
-
-
-@functools.lru_cache(maxsize=32)  # a run asks for it at a dozen places, which do not change it
-def parsed_manifest(path: Path, *state: int) -> dict:
-    """Returns the content of a `manifest.json`, which has this `state`. Raises `ValueError` if it is damaged."""
+    if not path.is_file():
+        manifest = third_party_manifest(folder)
+        if manifest is None:
+            places = ["FILE_OR_FOLDER", "--data_dir", data_dir]
+            if os.path.exists(data_dir):
+                places = [data_dir, "--data_dir", "NEW_FOLDER"]
+            command = recipe_command("prepare_data", "text", *places)
+            raise FileNotFoundError(
+                f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by {command}"
+            )
+        return manifest
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_bytes())
         known = [manifest["format"] == MANIFEST_FORMAT, manifest["dtype"] in DTYPES]
-        known += [manifest["version"] in VERSIONS, {"tokenizer", "source"} <= manifest.keys()]
+        known.append(manifest["version"] in (VERSION, PACKED_VERSION))
+        known.append({"tokenizer", "source"} <= manifest.keys())
         for shard in listed_shards(manifest):
             known += [plain_name(shard["file"]), shard["tokens"] >= 0]
         if all(known):
@@ -221,10 +212,8 @@ class TokenStream:
 
     `data_dir` holds the manifest, and the shards if no `remote` reads them; then all are checked now.
     `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
-    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64, what they count for;
-    both are None for text.
-
-    Raises `ValueError` if the split does not exist, and the errors of `read_shard`.
+    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64,
+    what they count for; both are None for text. Raises `ValueError` if the split does not exist.
     """
 
     def __init__(self, data_dir: str | Path, split: str, remote: "RemoteShards | None" = None):
@@ -359,8 +348,8 @@ def check_tokenizer(
 def verify_data(data_dir: str | Path) -> int:
     """Checks the checksums of all shards and the tokenizer; returns the number of shards.
 
-    Other trainers' files have no checksums, only their sizes are checked. Raises `ValueError` for the first shard that
-    has changed, or if the tokenizer has changed.
+    Of other trainers' files only the sizes are checked. Raises `ValueError` for the first shard that
+    has changed, or if the tokenizer has.
     """
     if "format" in read_manifest(data_dir):
         load_data_tokenizer(data_dir)
@@ -386,7 +375,7 @@ def verify_data(data_dir: str | Path) -> int:
 def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
     """Returns the folders of a mixture with their manifests and shares, which add up to 1; of other data the folder itself.
 
-    Raises the errors of `read_manifest` and `check_same`, also if a part has changed since the mixture was made.
+    Raises the errors of `read_manifest` and `check_same`, also if a part has changed since.
     """
     folder, manifest = folder_of(data_dir), read_manifest(data_dir)
     if "mixture" not in manifest:

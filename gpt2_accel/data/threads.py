@@ -3,14 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
-
-Item, Result = TypeVar("Item"), TypeVar("Result")
+from typing import Any
 
 
 def in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int, ahead: int
-) -> Iterator[Result]:
+    function: Callable[[Any], Any], items: Iterable[Any], workers: int, ahead: int
+) -> Iterator[Any]:
     """Yields the results of `function` for the items, in their order, from `workers` threads.
 
     At most `ahead` results are computed before they are asked for. An error is raised in place of its result. The threads

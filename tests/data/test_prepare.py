@@ -215,7 +215,7 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_work(tmp_path, name, c
         (
             "a.jsonl",
             '{"text": "hello world"}\n' * 300,
-            "the split 'val': .* equal rows share a split",
+            "the split 'val': .*equal rows share a split",
         ),
         ("a.txt", "", "the split 'train': add other documents"),
     ],
