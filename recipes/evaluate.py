@@ -1,13 +1,12 @@
-"""Evaluate a model: the loss on prepared data, CORE, HellaSwag, a text, chat.
+"""Evaluate models: the loss on prepared data, CORE, HellaSwag, a text, chat.
 
     python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
-    python recipes/evaluate.py --model openai-community/gpt2 --tasks hellaswag
+    python recipes/evaluate.py --model runs/first runs/second openai-community/gpt2 --tasks hellaswag
     accelerate launch recipes/evaluate.py --model USER/NAME --tasks core
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
-    accelerate launch recipes/evaluate.py --baselines --data_dir data/openwebtext
 
-`--model` is a run's folder, the directory of any causal language model, or a Hub id; `--baselines` takes OpenAI's four.
-Prints a table with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
+`--model` takes runs' folders, directories of any causal language model, and Hub ids. Prints a table, of several models a
+row for each, with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
 for `core` DCLM's bundle, a folder, a ZIP file or its URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for
 `chat` with `prompt` and `answer`, for `text` a text file.
 Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the same directories (docs/evaluation.md).
@@ -37,7 +36,7 @@ from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
-from gpt2_accel.evals.results import BASELINES, add_entry, markdown, read_record, result_rows
+from gpt2_accel.evals.results import add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.hf.convert import check_finite, local_directory
 from gpt2_accel.hf.safetensors_files import weight_files
@@ -56,7 +55,9 @@ SPLITS = ("val", "train")  # of --data_dir
 
 @dataclass
 class Evaluate(ModelChoice):
-    baselines: bool = setting(False, "OpenAI's four checkpoints in place of --model")
+    model: list[str] = setting(
+        ["runs/quickstart"], "runs' folders, HF model directories or Hub ids: a table of all"
+    )
     tasks: list[str] = setting(
         [], f"{', '.join((*TASKS, *SPLITS))}; default val with --data_dir, else hellaswag"
     )
@@ -68,7 +69,7 @@ class Evaluate(ModelChoice):
     )
     eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
     output: str | None = setting(
-        None, "JSON file to write; default evaluation.json of a local --model"
+        None, "JSON file to write; default evaluation.json of each local --model"
     )
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class Evaluate(ModelChoice):
         if other := next((name for name in names if name not in TASKS + SPLITS), None):
             raise ValueError(
                 f"--tasks {other}: the tasks are {', '.join(TASKS + SPLITS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
-                f"and lm_eval --model hf --model_args {shlex.quote(f'pretrained={self.model},dtype=float32')} --tasks "
+                f"and lm_eval --model hf --model_args {shlex.quote(f'pretrained={self.model[0]},dtype=float32')} --tasks "
                 f"{shlex.quote(other)}"
             )
         self.tasks = [name for name in names if name in TASKS]
@@ -155,16 +156,27 @@ def open_model(
     return entry, model, tokenizer
 
 
-def output_file(config: Evaluate) -> Path | None:
-    """Returns the file for the results, or None. That of a checkpoint is in its run's folder: it may be removed."""
+def output_file(config: Evaluate, name: str) -> Path | None:
+    """Returns the file for a model's results, or None. That of a checkpoint is in its run's folder: it may be removed."""
     if config.output is not None:
         return Path(config.output)
-    if config.baselines or not Path(config.model).is_dir():
+    folder = Path(name).resolve()
+    if not folder.is_dir():
         return None
-    folder = Path(config.model).resolve()
     if folder.name.startswith("checkpoint-") and folder in list_checkpoints(folder.parent):
         folder = folder.parent
     return folder / "evaluation.json"
+
+
+def table(entries: dict[str, dict]) -> str:
+    """Returns the results of models as a table: of one model a row for each metric, of several a row for each model."""
+    cells = result_rows([entry["results"] for entry in entries.values()])
+    counts = [f"{entry['parameters']:,}" for entry in entries.values()]
+    cells = {"parameters": counts} | cells
+    if len(entries) == 1:
+        return markdown(("metric", *entries), cells)
+    rows = zip(*cells.values(), strict=True)
+    return markdown(("model", *cells), dict(zip(entries, rows, strict=True)))
 
 
 def describe_weights(directory: Path) -> dict[str, str | int | None]:
@@ -181,8 +193,8 @@ def main() -> None:
     config = parse_config(Evaluate)
     files = local_files(config)
     accelerator = build_accelerator()
-    output = output_file(config)
-    record = {} if output is None else read_record(output)
+    outputs = {name: output_file(config, name) for name in config.model}
+    records = {output: read_record(output) for output in outputs.values() if output}
     data = {
         task: read_items(path)[: config.limit] for task, path in files.items() if task != "core"
     }
@@ -192,25 +204,24 @@ def main() -> None:
         if "hellaswag" in config.tasks and "hellaswag" not in data:
             without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
             data["hellaswag"] = hub_items(without)[: config.limit]
-    table = {}
-    for name in BASELINES if config.baselines else (config.model,):
+    entries = {}
+    for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
-        entry, *loaded = open_newest(
-            name,
-            partial(open_model, model_class=config.model_class),
-            config.verify,
-            on_main_process,
-        )
-        table[name], entry["notes"] = evaluate(config, accelerator, *loaded, data)
-        finite = {key: x if math.isfinite(x) else None for key, x in table[name].items()}
-        add_entry(
-            record, name, entry | {"precision": accelerator.mixed_precision, "results": finite}
-        )
-    if accelerator.is_main_process:
-        print("", markdown(("metric", *table), result_rows(table.values())), sep="\n")
-        if output is not None:
-            write_json(output, record)
-            print(f"\nThe results are in {output}.")
+        open_one = partial(open_model, model_class=config.model_class)
+        entry, *loaded = open_newest(name, open_one, config.verify, on_main_process)
+        entry["parameters"] = loaded[0].config.parameter_count
+        entry["precision"] = accelerator.mixed_precision
+        results, entry["notes"] = evaluate(config, accelerator, *loaded, data)
+        entries[name] = entry | {"results": results}
+        finite = {key: x if math.isfinite(x) else None for key, x in results.items()}
+        output = outputs[name]
+        if output and accelerator.is_main_process:
+            add_entry(records[output], name, entry | {"results": finite})
+            write_json(output, records[output])
+            print(f"The results are in {output}.")
+        del loaded
+        accelerator.free_memory()
+    accelerator.print("", table(entries), sep="\n")
     accelerator.end_training()
 
 

@@ -261,10 +261,11 @@ def as_in_a_new_process():
 
 
 def load_recipe(name):
-    """Imports a recipe anew, without running it."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+    """Imports a recipe anew, without running it, as `recipe_NAME`: `evaluate` is also a library."""
+    path = ROOT / "recipes" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -110,13 +110,15 @@ PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel sample --model runs/mine --prompt 'Once upon a time'": "--max_new_tokens 3",
     "gpt2-accel launch my.yaml pretrain-124m": f"{SMALL} --output_dir runs/mine_yaml",
 }
+# The Hub ids of OpenAI's four checkpoints.
+BASELINES = [f"openai-community/gpt2{size}" for size in ("", "-medium", "-large", "-xl")]
 # Commands that need the Hub; `tests/hf/test_hub.py` runs them with a local Hub.
 ON_HUB = {
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py --push_to_hub "
     "USER/NAME --hub_strategy checkpoint": SMALL,
     "python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME": "",
-    "accelerate launch recipes/evaluate.py --baselines --tasks hellaswag --data_dir "
-    "data/openwebtext": "--limit 2 --eval_tokens 256",
+    "accelerate launch recipes/evaluate.py --tasks hellaswag --data_dir data/openwebtext --model "
+    f"{' '.join(BASELINES)}": "--limit 2 --eval_tokens 256",
 }
 SERVERS = (
     "transformers serve runs/quickstart --port 8000",
@@ -134,6 +136,9 @@ NOT_RUN = {
     "lambada_openai,wikitext": "needs data sets; tests/recipes/test_evaluate.py runs local ones",
     "python recipes/evaluate.py --model runs/quickstart --tasks text --data my_text.txt --stride 64": (
         "tests/recipes/test_evaluate.py does"
+    ),
+    "python recipes/evaluate.py --model openai-community/gpt2 --tasks text --data ptb.test.txt": (
+        "needs the Penn Treebank; tests/recipes/test_evaluate.py runs another text"
     ),
     "python recipes/prepare_data.py text my_texts/ --tokenizer google/gemma-3-270m --data_dir data/gemma": (
         "tests/models/test_any_model.py does, with a small model"

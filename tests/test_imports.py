@@ -107,6 +107,36 @@ def test_settings_are_read_before_torch_is_imported():
         assert done.stdout == expected, done
 
 
+# Trains, evaluates and samples as the recipes do. Their folder, which has an `evaluate.py`, comes first.
+TRAINING = """
+import sys
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.train import train
+
+data_dir, output_dir, sys.path[0] = sys.argv[1:]
+shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32}
+batch = {"total_batch_size": 32, "micro_batch_size": 1, "max_steps": 1, "eval_tokens": 64}
+train(TrainConfig(data_dir, output_dir, eval_every=1, **shape, **batch))
+complete(*load(output_dir), ["a"], Sampling(max_new_tokens=2))
+import gpt2_accel.evals.chat, gpt2_accel.evals.core, gpt2_accel.evals.hellaswag, gpt2_accel.evals.perplexity
+import gpt2_accel.evals.metrics as metrics
+assert not {"evaluate", "datasets"} & {*sys.modules}
+columns = {"predictions": ["a"], "references": ["a"]}
+print(metrics.combine("x", "exact_match", {"mine": columns}), *{"evaluate", "datasets"} & {*sys.modules})
+"""
+
+
+def test_training_and_sampling_do_not_import_the_library_of_metrics(data_dir, tmp_path):
+    """It takes seconds."""
+    arguments = [data_dir, tmp_path / "run", PACKAGE.parent / "recipes"]
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING, *arguments], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "{'x/mine': 1.0} " in done.stdout and "evaluate" in done.stdout.splitlines()[-1]
+
+
 def test_heavy_libraries_are_imported_where_they_are_used():
     done = subprocess.run(
         [sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=100

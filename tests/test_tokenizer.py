@@ -318,11 +318,11 @@ def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path,
                 document_separator(tmp_path / "data", tokenizer)
     [text] = encode(tokenizer, ["ab c"])
     assert encode_prompt(tokenizer, "ab c") == before + text
-    question = encode_question(tokenizer, "ab", [" c"], "")
-    assert question.context + question.continuations[0] == before + text
+    [row] = encode_question(tokenizer, "ab", [" c"], "")
+    assert row.ids == before + text
     shape = GPTConfig(len(tokenizer), n_positions=8, n_layer=1, n_head=1, n_embd=8)
-    [window] = TextPerplexity([Item("a", {"text": "ab c"})], tokenizer, shape).questions
-    assert window.context + window.continuations[0] == start + text
+    [[row]] = TextPerplexity([Item("a", {"text": "ab c"})], tokenizer, shape).questions
+    assert row.ids == start + text
     ids = special_ids(tokenizer, len(tokenizer))
     assert [ids["bos_token_id"], ids["eos_token_id"]] == [*start, *ends[:1]] or not ends
     assert text_ends(tokenizer) == ends

@@ -13,8 +13,8 @@ from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
-from gpt2_accel.evals.formulas import accuracy
 from gpt2_accel.evals.items import Item
+from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.progress import progress
@@ -62,22 +62,33 @@ class ChatAnswers:
         starts = range(0, len(self.questions), TOGETHER)
         batches = [self.questions[start : start + TOGETHER] for start in starts]
         own = batches[accelerator.process_index :: accelerator.num_processes]
-        found: list[tuple[str, bool, bool]] = []  # group, right, ended
+        found: list[tuple[str, str, str, str]] = []  # group, expected, answer, how it ended
         for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
             room = self.n_positions - batch[-1].tokens
             sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
             prompts = [question.prompt for question in batch]
             answers = complete(plain, self.tokenizer, prompts, sampling)
             for question, answer in zip(batch, answers, strict=True):
-                right = answer.text.strip() == question.answer.strip()
-                found.append((question.group, right, answer.ended == "end_of_text"))
-        found = gather_object(found)
-        results = accuracy([right for _, right, _ in found], "chat/exact_match")
-        results |= accuracy([ended for *_, ended in found], "chat/stop_rate")
-        for name in sorted({group for group, *_ in found} - {""}):
-            own = [right for group, right, _ in found if group == name]
-            results |= accuracy(own, f"chat/exact_match_{name}")
-        return results
+                found.append((question.group, question.answer, answer.text, answer.ended))
+        return chat_scores(gather_object(found))
+
+
+def chat_scores(found: Sequence[tuple[str, str, str, str]]) -> dict[str, float]:
+    """Returns the results for answers: the group, the expected answer, the answer, and how it ended."""
+    ends = [ended for *_, ended in found]
+    parts = {
+        "exact_match": matches(found),
+        "stop_rate": {"predictions": ends, "references": ["end_of_text"] * len(ends)},
+    }
+    for name in sorted({group for group, *_ in found} - {""}):
+        parts[f"exact_match_{name}"] = matches([own for own in found if own[0] == name])
+    return combine("chat", "exact_match", parts)
+
+
+def matches(found: Sequence[tuple[str, str, str, str]]) -> dict[str, list[str]]:
+    """Returns the columns of `exact_match` for answers, as in `chat_scores`."""
+    _, expected, answers, _ = map(list, zip(*found, strict=True))
+    return {"predictions": answers, "references": expected}
 
 
 def read_question(

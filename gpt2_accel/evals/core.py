@@ -19,18 +19,17 @@ import csv
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 
-from gpt2_accel.evals.formulas import accuracy, choice_accuracy
 from gpt2_accel.evals.items import read_items
-from gpt2_accel.evals.likelihood import Question, log_likelihoods
+from gpt2_accel.evals.likelihood import Question, Row, log_likelihoods
+from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.options import load_yaml
@@ -92,17 +91,21 @@ def open_bundle(source: str | Path | None = None) -> Path:
 def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
     """Reads the tasks of a bundle, with the first `limit` of the shuffled items of each. Raises `ValueError` for a bundle of
     another form, and the errors of `read_items`."""
-    listed = load_yaml(str(folder / "core.yaml"), "core.yaml")
     with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
         guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     tasks = []
-    for entry in listed["icl_tasks"]:
-        name, [examples] = entry["label"], entry["num_fewshot"]
+    for entry in load_yaml(str(folder / "core.yaml"), "core.yaml")["icl_tasks"]:
         items = [item.fields for item in read_items(folder / "eval_data" / entry["dataset_uri"])]
         random.Random(1337).shuffle(items)
-        delimiter = entry.get("continuation_delimiter", " ")
-        shown = name, entry["icl_task_type"], examples, delimiter, guessing[name] / 100
-        tasks.append(Task(*shown, items[:limit]))
+        task = Task(
+            name=entry["label"],
+            type=entry["icl_task_type"],
+            examples=entry["num_fewshot"][0],
+            delimiter=entry.get("continuation_delimiter", " "),
+            guessing=guessing[entry["label"]] / 100,
+            items=items[:limit],
+        )
+        tasks.append(task)
     return tasks
 
 
@@ -110,7 +113,7 @@ class Core:
     """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
 
     Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones.
-    Raises the errors of `read_tasks` and `questions`.
+    Raises the errors of `read_tasks` and `question`.
     """
 
     def __init__(
@@ -131,40 +134,34 @@ class Core:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard
-        errors; also the number of `core/unaligned_items`, if there are any (see `questions`)."""
-        results, centred, variance = {}, [], 0.0
+        errors; also the numbers that `question` counts."""
+        parts: dict[str, dict[str, list]] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:
-            greedy, name = task.type == "language_modeling", f"core/{task.name}"
-            asked = [list(self.questions(task, i, counts)) for i in range(len(task.items))]
-            questions = list(chain.from_iterable(asked))
+            greedy = task.type == "language_modeling"
+            questions = [self.question(task, i, counts) for i in range(len(task.items))]
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
-            rows = zip(scores, questions, strict=True)
-            means = (score / len(question.continuations[0]) for (score,), question in rows)
-            found = [list(islice(means, len(prompts))) for prompts in asked]
-            if greedy:
-                results |= accuracy([own == [0] for own in found], name)
-            else:
-                results |= choice_accuracy(found, [item["gold"] for item in task.items], name)
-            centred.append((results[name] - task.guessing) / (1 - task.guessing))
-            variance += (results.get(f"{name}_stderr", 0) / (1 - task.guessing)) ** 2
-        if counts["cut"]:
-            accelerator.print(
-                f"core: {counts['cut']:,} prompts exceed the model's positions and are cut from the left"
-            )
-        if counts["unaligned"]:
-            results["core/unaligned_items"] = counts["unaligned"]
-        count = len(centred)
-        core = {"core/core": sum(centred) / count, "core/core_stderr": math.sqrt(variance) / count}
-        return core | results
+            lengths = [[row.predicted for row in question] for question in questions]
+            if greedy:  # 0 is right, -1 or less is wrong
+                scores = [[score, -0.5] for (score,) in scores]
+                lengths = [[1, 1]] * len(scores)
+            gold = [item.get("gold", 0) for item in task.items]
+            parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
+        results = combine("core", "choice_accuracy", parts)
+        core = variance = 0.0
+        for task in self.tasks:
+            name, scale = f"core/{task.name}", len(self.tasks) * (1 - task.guessing)
+            core += (results[name] - task.guessing) / scale
+            variance += (results.get(f"{name}_stderr", 0) / scale) ** 2
+        return {"core/core": core, "core/core_stderr": math.sqrt(variance)} | results | counts
 
-    def questions(self, task: Task, number: int, counts: Counter) -> Iterator[Question]:
-        """Yields the questions of an item, one for each prompt.
+    def question(self, task: Task, number: int, counts: Counter) -> Question:
+        """Returns an item with a row for each prompt.
 
-        Adds to `counts` the prompts that are "cut" to the model's positions, and an item as
-        "unaligned" if its prompt without the continuation has other tokens at its end.
+        Adds to `counts` the "cut_prompts", which exceed the model's positions, and an item to the
+        "unaligned_items" if its prompt without the continuation has other tokens at its end.
         """
         texts = task.prompts(number)
         if task.type == "language_modeling":
@@ -179,21 +176,23 @@ class Core:
         else:
             before = ids.pop()
             contexts = [shared([ids[0], [*before, -1]])]  # all tokens of `before` may be shared
-            counts["unaligned"] += contexts[0] < len(before)
+            counts["core/unaligned_items"] += contexts[0] < len(before)
         if not min(contexts):
             raise ValueError(
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no token "
                 "that begins a text: remove the item, or use a model with another tokenizer"
             )
+        rows = []
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
-            counts["cut"] += cut > 0
-            context = max(1, context - cut)
-            yield Question(own[cut:][:context], [own[cut:][context:]])
+            counts["core/cut_prompts"] += cut > 0
+            rows.append(Row(own[cut:], max(1, context - cut)))
+        return rows
 
 
 def shared(sequences: Sequence[list[int]]) -> int:
     """Returns the number of tokens with which all sequences begin, but for one of the shortest, which is left to predict."""
-    columns = zip(*sequences, strict=False)  # as many as the shortest has tokens
-    same = list(takewhile(lambda column: len(set(column)) == 1, columns))
-    return min(len(same), min(map(len, sequences)) - 1)
+    same, shortest = 0, min(map(len, sequences))
+    while same < shortest - 1 and len({own[same] for own in sequences}) == 1:
+        same += 1
+    return same

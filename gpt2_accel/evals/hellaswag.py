@@ -9,9 +9,9 @@ lm-evaluation-harness, whose texts differ).
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpt2_accel.evals.formulas import choice_accuracy
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question
+from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,38 +32,37 @@ class HellaSwag(LikelihoodTask):
         self.questions = []
         self.characters: list[list[int]] = []
         self.labels: list[int] = []
+        cut = 0
         for item in items:
             context, endings, label = read_fields(item)
             texts = [f" {text}" for text in endings]
             question = encode_question(tokenizer, context, texts, item.place)
-            if max(map(len, question.continuations)) <= limit:
+            if max(row.predicted for row in question) <= limit:
                 self.questions.append(question)
                 self.characters.append(list(map(len, endings)))
                 self.labels.append(label)
+                cut += max(len(row.ids) for row in question) > limit + 1
+        skipped = len(items) - len(self.questions)
         if not self.questions:
             raise ValueError(
                 f"no HellaSwag item has endings that fit into the model's n_positions ({limit}): use a model with "
                 "more positions"
             )
-        cut = sum(not question.fits(limit) for question in self.questions)
         self.notes = [
             f"hellaswag: {len(items):,} items: {cut:,} contexts are too long for {limit:,} positions and cut from the left, "
-            f"{len(items) - len(self.questions):,} items are skipped as an ending has more than {limit:,} tokens"
+            f"{skipped:,} items are skipped as an ending has more than {limit:,} tokens"
         ]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `hellaswag/acc`, `acc_norm_per_token` and `acc_norm_per_char`, each with its standard error."""
-        divisors = {
+        lengths = {
             "acc": [[1] * len(row) for row in scores],
-            "acc_norm_per_token": [list(map(len, q.continuations)) for q in self.questions],
+            "acc_norm_per_token": [[row.predicted for row in rows] for rows in self.questions],
             "acc_norm_per_char": self.characters,
         }
-        results = {}
-        for name, lengths in divisors.items():
-            pairs = zip(scores, lengths, strict=True)
-            values = [[score / n for score, n in zip(*pair, strict=True)] for pair in pairs]
-            results |= choice_accuracy(values, self.labels, f"hellaswag/{name}")
-        return results
+        columns = {"scores": scores, "references": self.labels}
+        parts = {name: columns | {"lengths": divisors} for name, divisors in lengths.items()}
+        return combine("hellaswag", "choice_accuracy", parts)
 
 
 def read_fields(item: Item) -> tuple[str, list[str], int]:

@@ -8,14 +8,12 @@ any model reads a row as it reads a text, without a mask. A batch has rows of si
 uncompiled: compiling for one row length takes longer than a whole task.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.checkpoint.state_dict import unwrap
@@ -31,15 +29,19 @@ BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
 LOGIT_VALUES = 2**27  # maximum logits of a batch if all positions have some: 512 MiB in fp32
 
 
-class Question(NamedTuple):
-    """A context and its possible continuations, as token ids; none is empty."""
+class Row(NamedTuple):
+    """A context and a continuation, as the token ids of both and the length of the context. Neither is empty."""
 
-    context: list[int]
-    continuations: list[list[int]]
+    ids: list[int]
+    context: int
 
-    def fits(self, n_positions: int) -> bool:
-        """Whether the model reads the whole context before each continuation; the last token is not read."""
-        return len(self.context) + max(map(len, self.continuations)) - 1 <= n_positions
+    @property
+    def predicted(self) -> int:
+        """The number of tokens of the continuation."""
+        return len(self.ids) - self.context
+
+
+Question = list[Row]  # one row for each possible continuation
 
 
 def encode_question(
@@ -52,33 +54,14 @@ def encode_question(
     the question by `place`, if the context or a continuation is blank or has no tokens of its own; also the errors of
     `encode`.
     """
-    stem = context.rstrip()
-    start, *whole = encode(tokenizer, [stem, *(context + text for text in continuations)])
-    cut = [ids[len(start) :] for ids in whole]
-    if not (start and all(cut) and all(text.strip() for text in continuations)):
+    stem, *whole = encode(
+        tokenizer, [context.rstrip(), *(context + text for text in continuations)]
+    )
+    blank = not all(text.strip() for text in continuations)
+    if not stem or blank or min(map(len, whole)) <= len(stem):
         raise ValueError(f"{place} has an empty context or continuation: remove it")
-    return Question(text_start(tokenizer, begins=False) + start, cut)
-
-
-class Row(NamedTuple):
-    """Token ids. The first `context` ones are not predicted."""
-
-    ids: list[int]
-    context: int
-
-
-def build_rows(questions: Sequence[Question], n_positions: int) -> list[Row]:
-    """Returns a row for each continuation of each question, after the end of the context that fits into `n_positions`.
-
-    A continuation of more than `n_positions` tokens is a bug of the caller.
-    """
-    rows = []
-    for question in questions:
-        for ids in question.continuations:
-            assert len(ids) <= n_positions, f"there are {len(ids)} tokens to predict"
-            context = question.context[-(n_positions + 1 - len(ids)) :]
-            rows.append(Row([*context, *ids], len(context)))
-    return rows
+    start = text_start(tokenizer, begins=False)
+    return [Row(start + stem + ids[len(stem) :], len(start + stem)) for ids in whole]
 
 
 def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
@@ -105,11 +88,10 @@ def token_scores(
     S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for a predicted token that
     greedy decoding would not give, else 0.
     """
-    ids = [torch.tensor(row.ids) for row in batch]
-    input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
-    targets = pad_sequence([own[1:] for own in ids], batch_first=True, padding_value=-100)
-    for own, row in zip(targets, batch, strict=True):
-        own[: row.context - 1] = -100
+    input_ids = [torch.tensor(row.ids[:-1]) for row in batch]
+    targets = [torch.tensor([-100] * (row.context - 1) + row.ids[row.context :]) for row in batch]
+    input_ids = pad_sequence(input_ids, batch_first=True)
+    targets = pad_sequence(targets, batch_first=True, padding_value=-100)
     kept = targets.shape[1] + 1 - min(row.context for row in batch)
     input_ids = to_device(input_ids, model.device)
     targets = to_device(targets[:, -kept:], model.device)
@@ -131,14 +113,18 @@ def log_likelihoods(
 
     With `greedy` it is 0 if greedy decoding gives the continuation, else minus the number of other tokens.
 
-    `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left. Batch i runs on
-    rank i modulo the number of ranks, and the host waits for the device after the last batch only. `interrupted` as in
-    `Evaluation`.
+    `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left; a continuation of
+    more than `n_positions` tokens is a bug of the caller. Batch i runs on rank i modulo the number of ranks, and the host
+    waits for the device after the last batch only. `interrupted` as in `Evaluation`.
     """
     plain = unwrap(accelerator, model)
-    rows = build_rows(questions, plain.config.n_positions)
+    rows = []
+    for row in chain.from_iterable(questions):
+        cut = max(0, len(row.ids) - 1 - plain.config.n_positions)
+        assert row.context > cut, f"there are {row.predicted} tokens to predict"
+        rows.append(Row(row.ids[cut:], row.context - cut))
     batches = build_batches(rows, plain.config.vocab_size)
-    found: list[tuple[list[int], torch.Tensor]] = []
+    totals = torch.zeros(len(rows), device=accelerator.device)
     with evaluating(plain):
         rounds = range(0, len(batches), accelerator.num_processes)
         for first in progress(rounds, "evaluating", len(rounds), shown=accelerator.is_main_process):
@@ -149,14 +135,9 @@ def log_likelihoods(
             batch = batches[min(number, len(batches) - 1)]
             nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
-                found.append((batch, nats))
-    own = [
-        (index, -math.fsum(row))
-        for batch, nats in found
-        for index, row in zip(batch, nats.tolist(), strict=True)
-    ]
-    values = iter([value for _, value in sorted(gather_object(own))])
-    return [list(islice(values, len(question.continuations))) for question in questions]
+                totals[batch] = -nats.float().sum(dim=1)
+    values = iter(accelerator.reduce(totals, "sum").tolist())
+    return [list(islice(values, len(question))) for question in questions]
 
 
 class LikelihoodTask:
@@ -166,7 +147,7 @@ class LikelihoodTask:
     notes: list[str]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns the results, from the log-likelihood of each continuation of each question in nats."""
+        """Returns the results, from the log-likelihood of each continuation of each question in nats. All ranks call it."""
         raise NotImplementedError
 
     def __call__(

@@ -10,9 +10,9 @@ A shorter stride gives tokens more context and costs more.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
 from gpt2_accel.evals.items import Item
-from gpt2_accel.evals.likelihood import LikelihoodTask, Question
+from gpt2_accel.evals.likelihood import LikelihoodTask, Question, Row
+from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import encode, text_start
 
@@ -54,12 +54,13 @@ class TextPerplexity(LikelihoodTask):
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `text/loss` per token in nats, with its standard error over windows, `perplexity_per_token`
         and `bits_per_byte`."""
-        nats = [-value for (value,) in scores]
-        tokens = [len(window.continuations[0]) for window in self.questions]
-        results = mean_loss(nats, tokens)
-        results["perplexity_per_token"] = perplexity(results["loss"])
-        results["bits_per_byte"] = bits_per_byte(nats, self.bytes)
-        return {f"text/{name}": value for name, value in results.items()}
+        columns = {
+            "nats": [-value for (value,) in scores],
+            "tokens": [window.predicted for (window,) in self.questions],
+        }
+        results = combine("text", "token_loss", {"loss": columns}, text_bytes=self.bytes)
+        results["text/perplexity_per_token"] = results.pop("text/perplexity")
+        return results
 
 
 def build_windows(ids: Sequence[int], n_positions: int, stride: int) -> list[Question]:
@@ -67,6 +68,7 @@ def build_windows(ids: Sequence[int], n_positions: int, stride: int) -> list[Que
     windows, first = [], 1
     while first < len(ids):
         end = min(len(ids), first + (n_positions if first == 1 else stride))
-        windows.append(Question(ids[max(0, end - 1 - n_positions) : first], [ids[first:end]]))
+        start = max(0, end - 1 - n_positions)
+        windows.append([Row(ids[start:end], first - start)])
         first = end
     return windows

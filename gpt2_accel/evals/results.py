@@ -7,10 +7,6 @@ from pathlib import Path
 from gpt2_accel.runtime.files import number, parse_json
 
 Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
-# Hub ids of OpenAI's four checkpoints.
-BASELINES = tuple(
-    f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-)
 
 
 def markdown(heads: Sequence[str], rows: Rows) -> str:
@@ -69,8 +65,5 @@ def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     tasks = {metric.partition("/")[0] for metric in entry["results"]}
     kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
     notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
-    record[name] = {
-        **entry,
-        "results": kept | entry["results"],
-        "notes": notes + entry["notes"],
-    }
+    merged = {"results": kept | entry["results"], "notes": notes + entry["notes"]}
+    record[name] = entry | merged

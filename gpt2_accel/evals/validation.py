@@ -15,7 +15,7 @@ from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.prefetch import prefetch
 from gpt2_accel.data.shards import UnreadableData, check_pairs, check_tokenizer, read_manifest
 from gpt2_accel.evals import Evaluation
-from gpt2_accel.evals.formulas import bits_per_byte, mean_loss, perplexity
+from gpt2_accel.evals.formulas import mean_loss, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
@@ -94,13 +94,11 @@ def validation_loss(
     if found is None:
         return {}
     sums, counted = found.pop("loss").tolist(), found.pop("counted").tolist()
-    results = mean_loss(sums, counted)
-    for name, values in found.items():
-        results[name] = math.fsum(values.tolist()) / sum(counted)
     if measure is token_losses:
-        results["perplexity"] = perplexity(results["loss"])
-        if loader.bytes_per_token:
-            results["bits_per_byte"] = bits_per_byte(sums, sum(counted) * loader.bytes_per_token)
+        results = token_loss(sums, counted, sum(counted) * (loader.bytes_per_token or 0))
+    else:
+        means = {name: math.fsum(values.tolist()) / sum(counted) for name, values in found.items()}
+        results = mean_loss(sums, counted) | means
     return {f"{prefix}/{name}": value for name, value in results.items()}
 
 

@@ -155,14 +155,14 @@ def core_by_its_rules(spoken, folder) -> dict[str, float]:
     return {"core/core": core, "core/unaligned_items": unaligned, **found}
 
 
-def test_core_follows_its_rules(accelerator, spoken, bundle, capsys):
+def test_core_follows_its_rules(accelerator, spoken, bundle):
     model, expected = from_pretrained(spoken), core_by_its_rules(spoken, bundle)
     core = Core(bundle, load_tokenizer(spoken), model.config)
     found = core(accelerator, model)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert expected["core/Said"] == 12 / 15 and expected["core/unaligned_items"] == 3
     assert 0 < expected["core/Choices"] < 1 and 0 < found["core/core_stderr"] < 1
-    assert "exceed the model's positions" in capsys.readouterr().out
+    assert found["core/cut_prompts"] > 0
     assert core(accelerator, model, lambda: True) == {}
 
 
@@ -177,7 +177,7 @@ def test_an_answer_with_nothing_before_it_is_refused(bundle, kind, fields):
     core = Core(bundle, char_tokenizer("ab"), GPTConfig(n_positions=8))
     task = Task("mine", kind, 0, "", 0.0, [fields])
     with pytest.raises(ValueError, match="mine has nothing before its answer"):
-        list(core.questions(task, 0, Counter()))
+        core.question(task, 0, Counter())
 
 
 def test_the_recipe_finds_the_same_on_one_and_two_processes(spoken, bundle, tmp_path, capsys):

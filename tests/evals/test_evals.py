@@ -22,7 +22,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
-from gpt2_accel.evals.likelihood import Question, encode_question, log_likelihoods
+from gpt2_accel.evals.likelihood import Row, encode_question, log_likelihoods
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
@@ -61,7 +61,11 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)
     task = build_hellaswag(items)
-    assert 5 < sum(not question.fits(POSITIONS) for question in task.questions) < 25
+    assert (
+        5
+        < sum(max(len(row.ids) for row in question) > POSITIONS + 1 for question in task.questions)
+        < 25
+    )
     right = {"acc": [], "acc_norm_per_token": [], "acc_norm_per_char": []}
     found = log_likelihoods(accelerator, model, task.questions)
     for item, row in zip(items, found, strict=True):
@@ -109,7 +113,7 @@ def test_without_end_of_text_the_first_token_is_context_only(accelerator):
     text = "abcabcabc"
     shape = GPTConfig(3, n_positions=4, n_layer=1, n_head=1, n_embd=8)
     task = TextPerplexity([Item("a.txt", {"text": text})], char_tokenizer(text), shape)
-    assert sum(len(window.continuations[0]) for window in task.questions) == 8
+    assert sum(window.predicted for (window,) in task.questions) == 8
     assert 0.8 < task(accelerator, GPT(shape))["text/loss"] < 1.4
 
 
@@ -198,11 +202,12 @@ def test_questions_of_any_shape_are_scored_alike(accelerator, models):
     model, _ = models
     kinds = [("the cat", [" sat", " on a mat"]), ("a", [" dog"]), ("b " * 40 + "x", [" y", " z"])]
     questions = [encode_question(byte_tokenizer(), *kind, "") for kind in kinds]
-    questions.append(Question([256], [list(b"the cat sat on the mat " * 2)]))
+    questions.append([Row([256, *b"the cat sat on the mat " * 2], 1)])
     together = log_likelihoods(accelerator, model, questions)
     for question, found in zip(questions, together, strict=True):
-        for ids, value in zip(question.continuations, found, strict=True):
-            alone = [Question(question.context[-(POSITIONS + 1 - len(ids)) :], [ids])]
+        for row, value in zip(question, found, strict=True):
+            ids = row.ids[-(POSITIONS + 1) :]
+            alone = [[Row(ids, len(ids) - row.predicted)]]
             assert log_likelihoods(accelerator, model, alone) == [[pytest.approx(value, abs=1e-4)]]
     for case in (("a", ["b", ""]), ("a", ["  "]), (" ", ["b"])):
         with refused("item 5 has an empty context or continuation"):

@@ -1,29 +1,79 @@
-"""The formulas of the metrics, and the metrics of the `evaluate` library that compute them."""
+"""The formulas of the metrics, and the files that a notebook loads by `evaluate.load`."""
 
 import math
+from pathlib import Path
 
+import evaluate
 import pytest
+import torch
 
-from gpt2_accel.evals import formulas
-from gpt2_accel.evals.metrics import TokenLoss
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.data.loader import EvalLoader, open_split
+from gpt2_accel.evals import formulas, metrics
+from gpt2_accel.evals.validation import per_window, token_losses, validation_loss
+
+FOLDER = Path(metrics.__file__).parent
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`evaluate.load` of a file's name, without the network, as a notebook calls it."""
+    monkeypatch.setattr("socket.socket.connect", pytest.fail)
+
+    def load_file(name, *config):
+        return evaluate.load(str(FOLDER / f"{name}.py"), *config, cache_dir=str(tmp_path))
+
+    return load_file
 
 
 def test_formulas():
     loss = {"loss": 0.75, "loss_stderr": 0.125}
     assert formulas.mean_loss([2.0, 1.0], [3, 1]) == loss
     assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}
-    assert formulas.perplexity(2e6) == math.inf
-    assert formulas.bits_per_byte([math.log(2) * 3], 2) == pytest.approx(1.5)
-    assert formulas.choice_accuracy([[1, 1], [0, 1], [2, 1]], [0, 0, 1])["accuracy"] == 1 / 3
-    assert formulas.choice_accuracy([[1, math.nan], [math.nan, 1]], [0, 1])["accuracy"] == 0
+    assert formulas.token_loss([2e6], [1])["perplexity"] == math.inf
+    assert formulas.token_loss([math.log(2) * 3], [2], 2)["bits_per_byte"] == pytest.approx(1.5)
     with pytest.raises(ValueError):
         formulas.mean_loss([], [])
 
 
-def test_metrics_of_batches_and_of_one_call():
-    loss = TokenLoss(keep_in_memory=True)
-    loss.add_batch(nats=[2.0], tokens=[3])
-    loss.add_batch(nats=[1.0], tokens=[1])
-    perplexity = math.exp(0.75)
-    assert loss.compute() == {"loss": 0.75, "loss_stderr": 0.125, "perplexity": perplexity}
-    assert "nats" in loss.inputs_description and "mean loss per token" in loss.description
+def test_a_notebook_that_loads_the_files_gets_the_digits_of_the_package(load):
+    choices = {
+        "scores": [[-1.0, -1.0], [-4.0, -3.0], [-2.0, -1.5], [0.0, math.nan]],
+        "lengths": [[1, 1], [4, 1], [1, 1], [1, 1]],
+        "references": [0, 0, 0, 0],
+    }
+    texts = {"predictions": [" yes\n", "Yes", "no"], "references": ["yes", "yes", "no "]}
+    for name, file, columns, expected in [
+        ("acc", "choice_accuracy", choices, 2 / 4),  # the first of equal ones; NaN is wrong
+        ("exact_match", "exact_match", texts, 2 / 3),
+    ]:
+        found = metrics.combine("x", file, {name: columns})
+        error = math.sqrt(expected * (1 - expected) / (len(columns["references"]) - 1))
+        assert found == {f"x/{name}": expected, f"x/{name}_stderr": error}
+        own = load(file).compute(**columns)
+        assert {f"x/{key}": value for key, value in own.items()} == found
+    assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4
+    both = metrics.combine("x", "exact_match", {"../a": texts, "b": texts})
+    assert both["x/../a"] == both["x/b"] == 2 / 3
+
+
+def test_the_validation_loss_of_training_has_the_digits_of_the_metric(accelerator, data_dir, load):
+    """The loop adds tensors; the metric gets batches of windows, in another order."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, n_positions=32, n_layer=1, n_head=1, n_embd=8))
+    loader = EvalLoader(
+        open_split(data_dir, "val"), sequence_length=32, batch_size=4, max_tokens=320
+    )
+    logged = validation_loss(accelerator, model, loader=loader)
+    windows = per_window(accelerator, model, loader, token_losses, "")
+    nats, tokens = windows["loss"].tolist(), windows["counted"].int().tolist()
+    text_bytes = sum(tokens) * loader.bytes_per_token
+    for sizes in ([10], [3, 7], [1] * 10):
+        loss = load("token_loss")
+        order = iter(torch.randperm(10).tolist())
+        for size in sizes:
+            batch = [next(order) for _ in range(size)]
+            loss.add_batch(nats=[nats[i] for i in batch], tokens=[tokens[i] for i in batch])
+        found = loss.compute(text_bytes=text_bytes)
+        assert {f"val/{name}": value for name, value in found.items()} == logged
+    assert "nats: the negative log-likelihood" in loss.description

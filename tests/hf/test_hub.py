@@ -29,13 +29,12 @@ from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
 from launching import python
-from test_commands import ON_HUB, prepare_folder, run_command
+from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel.callbacks import Pushes
 from gpt2_accel.checkpoint.find import named_checkpoint
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.items import FILE, HELLASWAG
-from gpt2_accel.evals.results import BASELINES
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.runtime import signals
 

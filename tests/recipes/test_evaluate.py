@@ -24,8 +24,9 @@ from conftest import (
     write_lines,
 )
 from launching import launch
+from transformers import GPT2LMHeadModel
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -85,6 +86,32 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     launch("recipes/evaluate.py", *flags, "--output", str(tmp_path / "two.json"), processes=2)
     [two] = read_json(tmp_path / "two.json").values()
     assert two["results"] == pytest.approx(one["results"], rel=1e-6)
+
+
+def test_several_models_are_rows_of_one_table(items, data_dir, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("small", "medium", "large", "xl")]
+    for number, folder in enumerate(folders, 1):
+        torch.manual_seed(number)
+        shape = GPTConfig(257, n_positions=64, n_layer=number, n_head=1, n_embd=8 * number)
+        save_pretrained(shape.build(), folder, byte_tokenizer())
+    data = f"hellaswag={items / 'hellaswag.jsonl'}"
+    flags = ("--tasks", "hellaswag", "--data", data, "--data_dir", data_dir, "--limit", 9)
+    run_recipe("evaluate", "--model", *folders, *flags, "--eval_tokens", 640)
+    table = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    heads, _, *rows = rows
+    assert heads[:3] == ["model", "parameters", "hellaswag/acc"] and "val/loss" in heads
+    for folder, row in zip(folders, rows, strict=True):
+        cells = dict(zip(heads, row, strict=True))
+        hf = GPT2LMHeadModel.from_pretrained(folder)
+        assert cells["model"] == str(folder)
+        assert cells["parameters"] == f"{hf.num_parameters():,}"
+        [entry] = read_json(folder / "evaluation.json").values()
+        assert cells["val/loss"].startswith(f"{entry['results']['val/loss']:.4f} ± ")
+    losses = [row[heads.index("val/loss")] for row in rows]
+    assert len(set(losses)) == 4
+    run_recipe("evaluate", "--model", folders[2], *flags, "--eval_tokens", 640)
+    assert f"| {losses[2]} " in capsys.readouterr().out
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):

@@ -1,0 +1,26 @@
+"""The share of answers that equal the expected ones, as a metric of the `evaluate` library.
+
+match = evaluate.load("gpt2_accel/evals/metrics/exact_match.py")
+match.compute(predictions=…, references=…)  # {"exact_match": …, "exact_match_stderr": …}
+"""
+
+from collections.abc import Sequence
+
+import evaluate
+from datasets import Features, Value
+
+from gpt2_accel.evals.formulas import accuracy
+
+
+class ExactMatch(evaluate.Metric):
+    """The share of `predictions` that equal their `references`, spaces at the ends apart, and its standard error. The
+    `config_name` is the name of the result."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = Features(predictions=Value("string"), references=Value("string"))
+        return evaluate.MetricInfo(self.__doc__, "", features)
+
+    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        pairs = zip(predictions, references, strict=True)
+        right = [answer.strip() == expected.strip() for answer, expected in pairs]
+        return accuracy(right, self.config_name.replace("default", "exact_match"))
