@@ -88,11 +88,14 @@ def token_scores(
     S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for a predicted token that
     greedy decoding would not give, else 0.
     """
-    input_ids = [torch.tensor(row.ids[:-1]) for row in batch]
-    targets = [torch.tensor([-100] * (row.context - 1) + row.ids[row.context :]) for row in batch]
-    input_ids = pad_sequence(input_ids, batch_first=True)
-    targets = pad_sequence(targets, batch_first=True, padding_value=-100)
-    kept = targets.shape[1] + 1 - min(row.context for row in batch)
+    ids = [torch.tensor(row.ids[-model.config.n_positions - 1 :]) for row in batch]
+    input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
+    targets = pad_sequence([own[1:] for own in ids], batch_first=True, padding_value=-100)
+    kept = 0
+    for own, target, row in zip(ids, targets, batch, strict=True):
+        before = len(own) - 1 - row.predicted
+        target[:before] = -100
+        kept = max(kept, targets.shape[1] - before)
     input_ids = to_device(input_ids, model.device)
     targets = to_device(targets[:, -kept:], model.device)
     if not greedy:
@@ -118,11 +121,7 @@ def log_likelihoods(
     waits for the device after the last batch only. `interrupted` as in `Evaluation`.
     """
     plain = unwrap(accelerator, model)
-    rows = []
-    for row in chain.from_iterable(questions):
-        cut = max(0, len(row.ids) - 1 - plain.config.n_positions)
-        assert row.context > cut, f"there are {row.predicted} tokens to predict"
-        rows.append(Row(row.ids[cut:], row.context - cut))
+    rows = list(chain.from_iterable(questions))
     batches = build_batches(rows, plain.config.vocab_size)
     totals = torch.zeros(len(rows), device=accelerator.device)
     with evaluating(plain):

@@ -8,10 +8,11 @@ A shorter stride gives tokens more context and costs more.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from gpt2_accel.evals.items import Item
-from gpt2_accel.evals.likelihood import LikelihoodTask, Question, Row
+from gpt2_accel.evals.likelihood import LikelihoodTask, Row
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import encode, text_start
@@ -47,7 +48,11 @@ class TextPerplexity(LikelihoodTask):
             raise ValueError(
                 f"there is nothing to predict in the text {text[:40]!r}: give a longer text"
             )
-        self.questions = build_windows(ids, n_positions, stride)
+        ends = [*range(1 + n_positions, len(ids), stride), len(ids)]
+        self.questions = []
+        for first, end in pairwise([1, *ends]):  # the first token is context only
+            start = max(0, end - 1 - n_positions)
+            self.questions.append([Row(ids[start:end], first - start)])
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
 
@@ -61,14 +66,3 @@ class TextPerplexity(LikelihoodTask):
         results = combine("text", "token_loss", {"loss": columns}, text_bytes=self.bytes)
         results["text/perplexity_per_token"] = results.pop("text/perplexity")
         return results
-
-
-def build_windows(ids: Sequence[int], n_positions: int, stride: int) -> list[Question]:
-    """Returns the windows of a text; each predicts its only continuation. The first token of `ids` is context only."""
-    windows, first = [], 1
-    while first < len(ids):
-        end = min(len(ids), first + (n_positions if first == 1 else stride))
-        start = max(0, end - 1 - n_positions)
-        windows.append([Row(ids[start:end], first - start)])
-        first = end
-    return windows

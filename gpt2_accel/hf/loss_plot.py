@@ -62,7 +62,8 @@ def chart(title: str, xlabel: str, curves: Iterable[Curve], *, from_zero: bool =
     figure, ax = new_figure(title, WIDTH, 2.2)
     bottom, top = [0.0] if from_zero else [], []
     for x, y, style in curves:
-        ax.plot(x, y, marker="o" if len(x) <= 60 else None, markersize=3, **style)
+        marker = "o" if len(x) <= 60 else None
+        ax.plot(x, y, **{"marker": marker, "markersize": 3, **style})
         bottom += y
         top += y[len(y) // 20 :]
     if top:

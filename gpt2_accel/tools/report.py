@@ -27,6 +27,7 @@ from gpt2_accel.hf.loss_plot import (
 )
 from gpt2_accel.runtime.files import atomic_files, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,6 +42,14 @@ TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb
 METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
+
+# Results of OpenAI's models with GPT-2's tokens: on OpenWebText, in nanoGPT's README.md, and on HellaSwag's validation set, in
+# build-nanogpt's hellaswag.py and play.ipynb.
+PUBLISHED = {
+    "val/loss": {"GPT-2 124M": 3.12, "350M": 2.84, "774M": 2.67, "1558M": 2.54},
+    "hellaswag/acc_norm_per_token": {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337},
+}
+PUBLISHED_STYLE = {"color": INK, "linestyle": ":", "linewidth": 0.8, "marker": ""}
 
 
 class Run:
@@ -142,6 +151,17 @@ def same_tokens(runs: list[Run]) -> bool:
     return len({each.get("tokenizer") or each.get("vocab_size") for each in known}) <= 1
 
 
+def published(runs: list[Run], name: str) -> dict[str, float]:
+    """Returns OpenAI's results of a metric, by model; empty unless all runs have the same tokens and data."""
+    for run in runs:
+        data = "openwebtext" in run.metadata.get("data", "").lower()
+        if name != "val/loss":
+            data = not run.settings.get("hellaswag_data")
+        if not data or run.metadata.get("tokenizer") != GPT2_FINGERPRINT:
+            return {}
+    return PUBLISHED.get(name, {})
+
+
 def comparable(runs: list[Run]) -> list[str]:
     """Returns the names of the runs' metrics other than those of training and standard errors, and without per-token metrics
     if the tokenizers differ."""
@@ -172,8 +192,13 @@ def draw(runs: list[Run], metrics: Iterable[str]) -> dict[str, "Figure"]:
                 curves.append((*run.curve(name, axis), dict(style, color=colour)))
             curves.append(([], [], {"label": run.name, "color": colour}))
         if max(len(x) for x, _, _ in curves) > 1:
+            end = max(x[-1] for x, _, _ in curves if x)
+            known = {model: y for name in styles for model, y in published(runs, name).items()}
+            for model, y in known.items():
+                label = f"{model}: {y}"
+                curves.append(([0, end], [y, y], PUBLISHED_STYLE | {"label": label}))
             figures[file] = chart(title, AXES[axis][0], curves)
-            if file.startswith("loss"):
+            if file.startswith("loss") or known:
                 figures[file].set_figheight(3.2)
                 add_legend(figures[file].axes[0])
     return figures

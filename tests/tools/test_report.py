@@ -13,6 +13,7 @@ from conftest import read_json, refused, run, tiny_config
 from launching import python
 
 from gpt2_accel.runtime.files import write_json
+from gpt2_accel.tokenizer import GPT2_FINGERPRINT
 from gpt2_accel.tools.report import Run, draw, report_of, write_report
 
 pytest.importorskip("matplotlib")
@@ -91,6 +92,27 @@ def test_the_newest_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json does not hold evaluations"):
         Run(folder)
+
+
+def test_published_results_stand_beside_runs_with_their_tokens_and_data_only(runs):
+    first = Run(runs / "first")
+    for number, line in enumerate(first.lines):
+        line["hellaswag/acc_norm_per_token"] = 0.25 + number / 1000
+
+    def shown() -> set[str]:
+        page = report_of([first])[0]
+        lines = ("GPT-2 124M: 3.12", "1558M: 2.54", "GPT-2 124M: 0.2955", "GPT-3 124M: 0.337")
+        return {line for line in lines if line in page}
+
+    assert shown() == set()  # bytes
+    first.metadata["tokenizer"] = GPT2_FINGERPRINT
+    assert shown() == {"GPT-2 124M: 0.2955", "GPT-3 124M: 0.337"}
+    first.metadata["data"] = "Skylion007/openwebtext (9,035,582,489 tokens)"
+    assert len(shown()) == 4
+    low, high = report_of([first])[1]["loss"].axes[0].get_ylim()
+    assert low < 2.54 < 3.12 < high
+    first.settings["hellaswag_data"] = "mine.jsonl"
+    assert shown() == {"GPT-2 124M: 3.12", "1558M: 2.54"}
 
 
 def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
