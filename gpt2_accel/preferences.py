@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.shards import folder_of
 from gpt2_accel.evals.validation import per_window
-from gpt2_accel.runtime.files import digest, write_file
+from gpt2_accel.runtime.files import digest, remove_leftovers, write_file
 from gpt2_accel.runtime.processes import on_main_process
 
 if TYPE_CHECKING:
@@ -53,33 +53,32 @@ class Preferences:
         self, model: torch.nn.Module, batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the mean loss of the pairs of a micro-batch, and the figures."""
-        found, added = self.figures(model, batch, "train")
-        del found["counted"]
-        means = {name: values.mean() for name, values in found.items()}
-        return means.pop("loss") + added, means
+        found = self.measure(model, batch)
+        means = {name: values.mean() for name, values in found.items() if name != "counted"}
+        return means.pop("loss"), means
 
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns the loss and the figures of each pair of the validation split, (B,)."""
-        return self.figures(model, batch, "val")[0]
-
-    def figures(
-        self, model: torch.nn.Module, batch: Batch, split: str
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | float]:
-        """Returns the loss and the figures of each pair, (B,), and a mixture of experts' load balancing loss, else 0."""
-        logs, tokens, added = answer_log_probabilities(model, batch)
+        """Returns the loss and the figures of each pair, (B,), of the training split in training, else of the validation
+        split. In training a mixture of experts adds its load balancing loss, which is then a figure."""
+        logs, tokens, balance = answer_log_probabilities(model, batch)
         if batch.numbers is not None:  # else a trial of the memory
-            logs = logs - self.reference[split][batch.numbers]
+            table = self.reference["train" if model.training else "val"]
+            logs = logs - table[batch.numbers]
         rewards = self.beta * logs
         scores = rewards / tokens if self.loss_type == "sigmoid_norm" else rewards
         chosen, rejected = rewards.detach().unbind(dim=1)
-        return {
+        found = {
             "loss": -F.logsigmoid(scores[:, 0] - scores[:, 1]),
             "counted": torch.ones_like(chosen),
             "reward_accuracy": (chosen > rejected).float(),
             "margin": chosen - rejected,
             "reward_chosen": chosen,
             "reward_rejected": rejected,
-        }, added
+        }
+        if balance is not None:
+            added, found["aux_loss"] = balance
+            found["loss"] = found["loss"] + added
+        return found
 
     # The callback
 
@@ -101,7 +100,7 @@ class Preferences:
         accelerator, dtype = run.accelerator, run.config.dtype
         if not run.step:
             self.file = f"{self.prefix}{accelerator.mixed_precision}-{dtype}.safetensors"
-        path = folder_of(run.config.data_dir) / (self.file or f"{self.prefix}*")
+        path = folder_of(run.config.data_dir) / self.file
         if not on_main_process(path.is_file):
             if run.step:
                 raise ValueError(
@@ -111,22 +110,27 @@ class Preferences:
             found = self.compute(run)
             if run.stopping:
                 return
-            on_main_process(lambda: write_file(path, save(found)))
-        for split, table in load_file(path).items():
+
+            def write() -> None:
+                remove_leftovers(path.parent)
+                write_file(path, save(found))
+
+            on_main_process(write)
+        for split, table in on_main_process(lambda: load_file(path)).items():
             self.reference[split] = table.to(accelerator.device)
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
         """Returns the log-probabilities of all answers by the current weights, (pairs, 2) for each split, without dropout; sets
         `run.stopping` if a rank has to stop."""
-        found, remote = {}, run.train_loader.streams[0].remote
+        found, train = {}, run.train_loader
         for split in ("train", "val"):
             loader = EvalLoader(
-                open_split(run.config.data_dir, split, remote),
-                batch_size=run.train_loader.micro_batch_size,
+                open_split(run.config.data_dir, split, train.streams[0].remote),
+                batch_size=train.micro_batch_size,
                 max_tokens=2**62,
-                sequence_length=run.config.tokens_per_sequence,
-                rank=run.accelerator.process_index,
-                world_size=run.accelerator.num_processes,
+                sequence_length=train.sequence_length,
+                rank=train.rank,
+                world_size=train.world_size,
             )
             title = f"reference, {split}"
             own = per_window(
@@ -135,26 +139,27 @@ class Preferences:
             if own is None:
                 run.stopping = True
                 break
-            found[split] = torch.stack((own["chosen"], own["rejected"]), dim=1)
+            found[split] = torch.stack([*own.values()], dim=1)
         return found
 
 
 def answer_log_probabilities(
     model: torch.nn.Module, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """Returns the log-probabilities of the chosen and the rejected answer of each pair, (B, 2), their tokens, (B, 2), and what a mixture
-    of experts adds to the loss in training, else 0."""
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """Returns the log-probabilities of the chosen and the rejected answer of each pair, (B, 2), and their tokens, (B, 2).
+
+    For a mixture of experts in training also two scalars: what it adds to the loss, and its load balancing loss."""
     count, length = batch.input_ids.shape
     ids, targets = (part.view(2 * count, length // 2) for part in batch[:2])
-    found, added = model(ids, targets, reduction="none"), 0.0
+    found, balance = model(ids, targets, reduction="none"), None
     if isinstance(found, tuple):
         # It is added to the loss of each position, also of a row's last, which has no target.
-        nats, _ = found
-        added = nats[0, -1]
-        found = nats - added
+        nats, figure = found
+        balance = nats[0, -1], figure
+        found = nats - nats[0, -1]
     logs = -found.float().sum(dim=1)
     tokens = (targets != -100).sum(dim=1).clamp(min=1)
-    return logs.view(count, 2), tokens.view(count, 2), added
+    return logs.view(count, 2), tokens.view(count, 2), balance
 
 
 def reference_figures(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:

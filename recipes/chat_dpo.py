@@ -10,6 +10,7 @@ Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737), docs/c
 Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class ChatDPO(ChatSFT):
     model: str | None = setting(None, "chat model to start from, also the reference")
     beta: float = setting(0.5, "how much a deviation from the reference costs")
     loss_type: str = setting("sigmoid", "sigmoid, or sigmoid_norm: per token of an answer")
-    batch_size: int | None = setting(None, "pairs per update, over all devices; default 32")
+    batch_size: int | None = setting(None, "pairs per update, over all devices; default at most 32")
     max_length: int | None = setting(
         None, "tokens of an answer with its prompt, above which its pair is left out"
     )
@@ -50,8 +51,15 @@ class ChatDPO(ChatSFT):
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     """Sets what follows from the pairs and the number of processes, where it is not given; returns a line that says what
     was chosen. Raises `ValueError` if the batch is given twice."""
-    length = read_manifest(config.data_dir)["sequence_length"]
-    batch = config.batch_size or -(-BATCH // processes) * processes
+    manifest = read_manifest(config.data_dir)
+    length, pairs = manifest["sequence_length"], manifest["splits"]["train"]["documents"]
+    if config.sequence_length not in (None, length):
+        raise ValueError(
+            f"a pair of {config.data_dir} has {length} tokens: leave out --sequence_length; --max_length limits the tokens of "
+            "an answer with its prompt"
+        )
+    largest = min(BATCH, 2 ** int(math.log2(pairs)))
+    batch = config.batch_size or -(-largest // processes) * processes
     total = config.total_batch_size or batch * length
     if config.batch_size and total != batch * length:
         raise ValueError(

@@ -88,7 +88,7 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
         raise ValueError("--data and --data_dir both give conversations: leave one out")
     if not file.is_file():
         raise FileNotFoundError(
-            f"{file} is no file: give a file of conversations, or prepare a folder or a data set of the Hub by "
+            f"{file} is not a file: give one, or prepare a folder or a data set of the Hub by "
             f"{recipe_command('prepare_data')} chat{' --pairs' if pairs else ''}"
         )
     directory = local_directory(verified_directory(model, hint="use another model"))
@@ -184,7 +184,7 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     few = train["documents"] is not None and train["documents"] < FEW
     warning = f"; too few conversations to learn from: {train['documents']}" if few else ""
     return (
-        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps / epoch:.3g} epochs of {plural(windows, 'window')}, "
+        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps * batch / windows:.3g} epochs of {plural(windows, 'window')}, "
         f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
     )
 

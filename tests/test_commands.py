@@ -89,9 +89,8 @@ LOCAL = {
     "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
     "data/chat_and_text --output_dir runs/chat_and_text": CHAT,
-    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl": (
-        "--batch_size 4 --max_steps 4 --sample_every 0"
-    ),
+    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --batch_size 4 "
+    "--learning_rate 1e-5": "--max_steps 4 --sample_every 0",
     "python recipes/prepare_data.py chat HuggingFaceH4/ultrafeedback_binarized --split train_prefs --pairs "
     "--model runs/smoltalk --sequence_length 1024 --data_dir data/ultrafeedback": "--model runs/chat_sft --sequence_length 64 --split train",
     "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir "
@@ -181,7 +180,7 @@ NOT_RUN = {
         "tests/tools/study/test_scaling.py does"
     ),
     "pip install 'transformers[serving]>=5.17'": "installs",
-    "pip install 'trl>=1.16' 'peft>=0.18'": "installs",
+    "pip install 'trl>=1.16' 'peft>=0.20'": "installs",
     "pip install 'gguf>=0.17'": "installs",
     "pip install 'optimum-onnx[onnxruntime]'": "installs",
     "optimum-cli export onnx --model runs/quickstart --task text-generation quickstart_onnx": (

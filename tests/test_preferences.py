@@ -1,16 +1,22 @@
 """Preference training: the same numbers as TRL, the reference, resuming, and what does not belong together."""
 
+import itertools
 import math
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
     chat_rows,
     contents,
+    long,
     losses,
     make_text,
     metrics,
@@ -18,16 +24,18 @@ from conftest import (
     run_recipe,
     write_lines,
 )
-from launching import ROOT, launch, python
+from families import save_family
+from launching import ROOT, launch, launch_flags, python, wait_for
 from safetensors.torch import load_file
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained, preferences, save_pretrained
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import Batch, TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.preferences import Preferences, answer_log_probabilities
-from gpt2_accel.runtime import files
+from gpt2_accel.preferences import Preferences
 from gpt2_accel.runtime.files import digest, lock_folder
 from gpt2_accel.tokenizer import load_tokenizer
 
@@ -236,16 +244,27 @@ def test_the_validation_loss_is_that_of_the_held_out_pairs(pairs, start, tmp_pat
     assert "val/perplexity" not in last and "val/bits_per_byte" not in last
 
 
-def test_a_mixture_of_experts_adds_its_balancing_loss_once():
-    nats, added = torch.rand(4, 5), torch.tensor(0.3, requires_grad=True)
-    targets = torch.zeros(2, 10, dtype=torch.int64)
-    targets[:, [4, 9]] = -100
-    nats[:, -1] = 0
-    batch = Batch(torch.zeros_like(targets), targets)
-    logs, tokens, found = answer_log_probabilities(lambda *_, **__: (nats + added, None), batch)
-    assert torch.allclose(logs, -nats.sum(1).view(2, 2)) and tokens.tolist() == [[4, 4]] * 2
-    found.backward()
-    assert found.item() == pytest.approx(0.3) and added.grad.item() == pytest.approx(1)
+def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    changes = {"vocab_size": 260, "max_position_embeddings": 128, "router_aux_loss_coef": 0.5}
+    start = save_family("mixtral", tmp_path / "start", **changes)
+    chat_tokenizer(start).save_pretrained(start)
+    flags = settings(start, tmp_path / "run", data=file, max_steps=3, eval_every=3)
+    run_recipe("chat_dpo", *flags)
+    (data,) = (tmp_path / "run").glob("data-*")
+    (batch,) = TrainLoader(
+        open_split(data, "train"), micro_batch_size=4, seed=1337, sequence_length=128
+    ).update(0, 4)  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(start)
+    found = model(batch.input_ids.view(8, 64), output_router_logits=True, use_cache=False)
+    first, *_, last = metrics(tmp_path / "run")
+    assert first["train/aux_loss"] == pytest.approx(found.aux_loss.item(), rel=1e-5)
+    expected = math.log(2) + 0.5 * found.aux_loss.item()
+    assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert abs(first["train/margin"]) < 1e-4 and "val/aux_loss" not in last
+    run_recipe("chat_dpo", *flags, f"--output_dir={tmp_path / 'without'}", "--router_aux_loss=0")
+    assert metrics(tmp_path / "without")[0]["train/loss"] == pytest.approx(math.log(2))
 
 
 # The reference
@@ -291,20 +310,135 @@ def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path
     assert not list(data.glob("reference-*"))
 
 
+KILLING_SCRIPT = ROOT / "tests/reliability/kill_at_operation.py"
+# stage -> part of a path, and the numbers of operations from there on, before which a run is killed.
+KILLS = {
+    "pairs": (".data-", [4, 14, 23, 24]),
+    "reference": ("reference-", [1, 2]),
+    "checkpoint": (".checkpoint-40.", [1, 30, 56, 59]),
+    "final model": ("run/.files.", [1, 12, 19, 26, 31]),
+}
+
+
 def test_a_kill_at_each_stage_loses_nothing(file, start, tmp_path):
     def flags(folder):
         return settings(start, tmp_path / folder, data=file, max_steps=6, save_every=2)
 
     python(RECIPE, *flags("whole"))
-    harness = ROOT / "tests/reliability/kill_at_operation.py"
-    for number, place in [(2, ".partial"), (7, ".partial"), (1, "reference-"), (2, "reference-"), (2, "checkpoint-2"), (9, "checkpoint-4")]:  # fmt: skip
-        done = python(harness, number, place, RECIPE, *flags("run"), fails=True)
-        assert done.returncode == -9, (number, place, done.stderr)
+    for number, place in ((7, ".data-"), (1, "reference-"), (9, "checkpoint-4")):
+        done = python(KILLING_SCRIPT, number, place, RECIPE, *flags("run"), fails=True)
+        assert done.returncode == -signal.SIGKILL, (number, place, done.stderr)
     python(RECIPE, *flags("run"))
-    assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
-    assert digest(tmp_path / "run/model.safetensors") == digest(tmp_path / "whole/model.safetensors")  # fmt: skip
-    (data,) = (tmp_path / "run").glob("data-*")
-    assert not list((tmp_path / "run").glob(".*.partial")) and len(reference_of(data)) == 2
+    assert_equal_runs(tmp_path / "run", tmp_path / "whole")
+
+
+def assert_equal_runs(run, whole):
+    """A run has the losses and the weights of another, and nothing that a kill left."""
+    assert losses(metrics(run)) == losses(metrics(whole))
+    assert digest(run / "model.safetensors") == digest(whole / "model.safetensors")
+    (data,) = run.glob("data-*")
+    assert not list(run.rglob(".*.partial")) and len(reference_of(data)) == 2
+
+
+@pytest.fixture(scope="module")
+def long_run(file, start, tmp_path_factory):
+    """The flags of a run of 60 updates, but for its folder, and the folder of that run."""
+    folder = tmp_path_factory.mktemp("long") / "run"
+    flags = settings(
+        start, "", data=file, max_steps=60, save_every=20, eval_every=20, output_dir=None
+    )
+    launch(RECIPE, *flags, f"--output_dir={folder}", launcher=True)
+    return flags, folder
+
+
+@long
+@pytest.mark.parametrize("stage", [*KILLS, "update"])
+def test_runs_of_the_real_launcher_killed_at_each_stage(stage, long_run, tmp_path):
+    flags, whole = long_run
+    folder = tmp_path / "run"
+    command = [RECIPE, *flags, f"--output_dir={folder}"]
+    place, numbers = KILLS.get(stage, ("", []))
+    for number in numbers:
+        done = launch(KILLING_SCRIPT, number, place, *command, launcher=True, fails=True)
+        assert "rror" not in done.stderr, done.stderr  # the launcher is quiet after a kill
+    for step in (3, 30, 55) if stage == "update" else ():
+        argv, environment = launch_flags(*command)
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *argv]
+        process = subprocess.Popen(launcher, env=environment, cwd=ROOT)
+        wait_for(lambda step=step: max([0, *losses_by_step(folder)]) >= step)
+        (child,) = psutil.Process(process.pid).children()
+        child.kill()
+        assert process.wait() != 0 and not (folder / "model.safetensors").exists()
+    launch(*command, launcher=True)
+    assert_equal_runs(folder, whole)
+
+
+def losses_by_step(folder):
+    """Returns the steps of the lines of metrics.jsonl."""
+    return [line["step"] for line in metrics(folder)]
+
+
+@pytest.mark.parametrize("stage", ["pairs", "reference", "checkpoint"])
+def test_a_full_disk_at_each_stage_loses_nothing(
+    stage, file, start, tmp_path, small_disk, monkeypatch
+):
+    disk, folder = small_disk(16), tmp_path / "disk/run"
+    flags = settings(start, folder, data=file, max_steps=6, save_every=2)
+    filler = disk / "filler"
+
+    def fill(left):
+        filler.unlink(missing_ok=True)
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - left))
+
+    def full_before(owner, name, number):
+        """Fills the disk before the call of that number of a function."""
+        honest, calls = getattr(owner, name), itertools.count(1)
+
+        def call(*args, **kwargs):
+            if next(calls) == number:
+                fill(0)
+            return honest(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def refused_run(words):
+        with refused(words):
+            run_recipe("chat_dpo", *flags)
+        monkeypatch.undo()
+
+    if stage == "pairs":
+        for left in range(0, 64 << 10, 16 << 10):
+            fill(left)
+            refused_run("No space left on device")
+            assert not list(folder.glob("data-*")) and not list(folder.glob(".data-*.partial"))
+    elif stage == "reference":
+        full_before(preferences, "write_file", 1)
+        refused_run("No space left on device: .*/reference-")
+        (data,) = folder.glob("data-*")
+        assert not list(data.glob("*reference-*"))
+    else:
+        full_before(CheckpointWriter, "save", 2)
+        refused_run("the last checkpoint could not be written: .*No space left")
+        assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-2"]
+    filler.unlink()
+    run_recipe("chat_dpo", *flags)
+    run_recipe(
+        "chat_dpo", *settings(start, tmp_path / "whole", data=file, max_steps=6, save_every=2)
+    )
+    assert_equal_runs(folder, tmp_path / "whole")
+
+
+def test_an_adapter_starts_from_the_reference_and_resumes(pairs, start, tmp_path):
+    pytest.importorskip("peft")
+    changes = {"data_dir": pairs, "lora": 4, "lora_dropout": 0.1, "max_steps": 4, "eval_every": 0}
+    run_recipe("chat_dpo", *settings(start, tmp_path / "whole", **changes))
+    changes["resume_from"] = tmp_path / "whole/checkpoint-2"
+    run_recipe("chat_dpo", *settings(start, tmp_path / "run", **changes))
+    lines = metrics(tmp_path / "whole")
+    assert lines[0]["train/loss"] == pytest.approx(math.log(2)) != lines[1]["train/loss"]
+    assert losses(metrics(tmp_path / "run")) == losses(lines)[2:]
+    weights = [digest(tmp_path / name / "model.safetensors") for name in ("run", "whole")]
+    assert weights[0] == weights[1]
 
 
 # What does not belong together
@@ -370,6 +504,8 @@ def test_what_is_typed_wrong(file, pairs, start, chat_base, tmp_path):
     for value in (0, -1):
         with refused("beta must be above 0"):
             run_recipe("chat_dpo", *flags, "--beta", value)
+    with refused("has 128 tokens: leave out --sequence_length; --max_length limits the tokens"):
+        run_recipe("chat_dpo", *flags, "--sequence_length", 64)
     data = settings(start, tmp_path / "run", data=file)
     with refused("129 tokens are more than the 128 positions"):
         run_recipe("chat_dpo", *data, "--max_length", 129)
@@ -380,33 +516,47 @@ def test_what_is_typed_wrong(file, pairs, start, chat_base, tmp_path):
     assert not list((tmp_path / "run").glob("data-*"))
 
 
-def test_a_full_disk_leaves_no_reference(pairs, start, tmp_path, monkeypatch):
-    data = tmp_path / "pairs"
-    shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-    flags = settings(start, tmp_path / "run", data_dir=data, max_steps=2)
-    honest = files.os.fsync
-
-    def full(number):
-        if "reference" in str(Path(f"/proc/self/fd/{number}").resolve()):
-            raise OSError(28, "No space left on device")
-        return honest(number)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", full)
-        with refused("No space left"):
-            run_recipe("chat_dpo", *flags)
-    assert not list(data.glob("*reference-*"))
-    run_recipe("chat_dpo", *flags)
-    assert len(losses(metrics(tmp_path / "run"))) == 2
-
-
 def test_too_long_pairs_are_counted_and_the_dry_run_plans_for_pairs(file, start, tmp_path, capsys):
     rows = [*pair_rows(40), {"prompt": "x" * 200, "chosen": "a", "rejected": "b"}]
     long = write_lines(tmp_path / "long.jsonl", rows)
-    flags = settings(start, tmp_path / "run", data=long, max_steps=2)
+    flags = settings(start, tmp_path / "run", data=long, max_steps=2, batch_size=None)
     run_recipe("chat_dpo", *flags, "--dry_run", "here")
     shown = capsys.readouterr().out
-    assert "left out: 1 pair of more tokens than a window" in shown
-    assert "2 updates of 4 x 128 tokens, " in shown and "micro-batch 4 x 128" in shown
+    assert "left out: 1 row of more tokens than a window" in shown
+    assert "2 updates of 32 x 128 tokens, 1.68 epochs of 38 windows" in shown
+    assert "micro-batch 4 x 128" in shown
     run_recipe("chat_dpo", *flags)
     assert len(losses(metrics(tmp_path / "run"))) == 2
+
+
+# Several processes and precisions
+
+
+@pytest.mark.parametrize("how", ["bf16", pytest.param("fsdp2", marks=long)])
+def test_figures_of_bf16_and_of_two_sharded_processes(how, pairs, start, tmp_path):
+    def flags(name, **changes):
+        data = tmp_path / f"{name}-pairs"
+        shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
+        own = {"data_dir": data, **PARITY, "eval_every": 20, **changes}
+        return settings(start, tmp_path / name, **own)
+
+    run_recipe("chat_dpo", *flags("fp32"))
+    if how == "bf16":
+        tolerance = 2e-2
+        launch("--mixed_precision", "bf16", RECIPE, *flags(how))
+    else:
+        tolerance = 1e-5
+        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+        command = (*eager, "tests/fsdp_script.py", *flags(how, micro_batch_size=2))
+        launch(*command, processes=2, config="8xa100_fsdp2", RECIPE="chat_dpo")
+    lines, expected = metrics(tmp_path / how), metrics(tmp_path / "fp32")
+    assert len(lines) == 20 and expected[-1]["train/margin"] > 0.5
+    # The reference is computed with the autocast of the training.
+    assert lines[0]["train/margin"] == expected[0]["train/margin"] == 0
+    tables = [reference_of(tmp_path / f"{name}-pairs")["train"] for name in (how, "fp32")]
+    assert torch.equal(*tables) == (how == "fsdp2")
+    for line, other in zip(lines, expected, strict=True):
+        assert line.keys() == other.keys()
+        for name in ("loss", "margin", "reward_chosen", "reward_rejected"):
+            for key in (f"train/{name}", f"val/{name}"):
+                assert line.get(key) == pytest.approx(other.get(key), abs=tolerance), key

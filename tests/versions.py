@@ -4,7 +4,6 @@
 if a test failed. Other packages are the newest that pip finds; torch is `TORCH`.
 """
 
-import configparser
 import os
 import re
 import subprocess
@@ -14,15 +13,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TORCH = "torch==2.13.0"
-PACKAGES = ("transformers", "accelerate", "huggingface_hub", "datasets", "tokenizers")
+PACKAGES = (
+    "transformers",
+    "accelerate",
+    "huggingface_hub",
+    "datasets",
+    "tokenizers",
+    "trl",
+    "peft",
+)
 TESTS = (
     *("models", "generation", "checkpoint", "evals/test_evals.py", "test_train.py"),
     *("data/test_loader.py", "data/test_prepare.py", "data/test_shards.py", "test_tokenizer.py"),
     *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py", "hf/test_model_card.py"),
-    *(
-        "test_config.py",
-        "runtime/test_launch.py::test_the_headline_command",
-    ),
+    *("test_config.py", "runtime/test_launch.py::test_the_headline_command"),
+    *("data/test_conversations.py", "data/test_pairs.py"),
+    *("hf/test_chat_template.py", "test_preferences.py", "hf/test_lora_runs.py"),
 )
 
 
@@ -36,12 +42,8 @@ def main() -> int:
 
 def lower_bounds() -> dict[str, str]:
     """Returns the lowest release of each of `PACKAGES`, from setup.cfg."""
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    requirements = settings["options"]["install_requires"]
-    return {
-        name: re.search(rf"^{name}>=([\d.]+)", requirements, re.MULTILINE)[1] for name in PACKAGES
-    }
+    text = (ROOT / "setup.cfg").read_text()
+    return {name: re.search(rf"^ *{name}>=([\d.]+)", text, re.MULTILINE)[1] for name in PACKAGES}
 
 
 def tested(name: str, pins: list[str]) -> int:

@@ -336,13 +336,13 @@ def summary(manifest: Mapping) -> list[str]:
         )
     if not manifest.get("packed", True):
         lines.append("each window has one conversation: the model does not keep several apart")
-    return lines + left_out(manifest["left_out"], kind)
+    return lines + left_out(manifest["left_out"])
 
 
-def left_out(problems: dict[str, list], kind: str = "conversation") -> list[str]:
-    """Returns a line for each reason why rows, each a `kind`, are left out or changed: how many, and the first."""
+def left_out(problems: dict[str, list]) -> list[str]:
+    """Returns a line for each reason why rows are left out or changed: how many, and the first."""
     return [
-        f"{'kept' if reason == CUT else 'left out'}: {plural(count, kind)} {reason}, the first: {first}"
+        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'row')} {reason}, the first: {first}"
         for reason, (count, first) in problems.items()
     ]
 

@@ -13,7 +13,7 @@
 A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message.
 """
 
-from contextlib import suppress
+import re
 from typing import Any
 
 from gpt2_accel.runtime.files import parse_json
@@ -29,6 +29,10 @@ UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image images image_url audio
     audios input_audio video videos file
 """.split()  # noqa: SIM905
+# The text of a list of messages.
+LISTED = re.compile(
+    r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
+)
 # Why a conversation or a pair is left out.
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
@@ -89,10 +93,7 @@ def raw_messages(row: dict, place: str) -> list:
     """Returns the messages in a row as they are; those of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
     answer = fields.get("output", fields.get("response"))
-    found = fields.get("messages", fields.get("conversations"))
-    if isinstance(found, str):
-        with suppress(ValueError):  # it is refused below
-            found = parse_json(found)
+    found = listed(fields.get("messages", fields.get("conversations")))
     if isinstance(found, list):
         pass
     elif "prompt" in fields and "completion" in fields:
@@ -120,8 +121,22 @@ def raw_messages(row: dict, place: str) -> list:
 
 
 def as_messages(value: Any, role: str) -> list:
-    """Returns a list of messages unchanged; anything else becomes one message of `role`."""
+    """Returns a list of messages, also one in JSON; anything else becomes one message of `role`."""
+    value = listed(value)
     return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def listed(value: Any) -> Any:
+    """Parses a list of messages in JSON; returns anything else unchanged.
+
+    Raises `Problem` for a list in another notation, such as Python's, which pandas writes into CSV.
+    """
+    if isinstance(value, str) and LISTED.match(value):
+        try:
+            return parse_json(value)
+        except ValueError as error:
+            raise Problem(NOT_SUPPORTED) from error
+    return value
 
 
 def role_of(message: dict) -> str:
@@ -168,8 +183,6 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
     rejected = read_answer(row, "rejected", place)
     if chosen[:-1] != rejected[:-1]:
         raise Problem(OTHER_PROMPTS)
-    if chosen == rejected:
-        raise Problem(EQUAL)
     return chosen, rejected
 
 

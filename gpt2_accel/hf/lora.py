@@ -29,7 +29,7 @@ def peft_library() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise ValueError("LoRA needs peft: pip install 'peft>=0.18'") from error
+        raise ValueError("LoRA needs peft: pip install 'peft>=0.20'") from error
     return peft
 
 

@@ -194,7 +194,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 21
     assert left_out(manifest["left_out"])[-1] == (
-        "left out: 2 conversations of more tokens than a window; --cut keeps the beginning of conversations, the first: "
+        "left out: 2 rows of more tokens than a window; --cut keeps the beginning of conversations, the first: "
         f"{file}, line 25"
     )
 
@@ -208,7 +208,7 @@ def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
         ),
         (
             [{"messages": ASKED[:1]}] * 2,
-            "holds 0 different conversations .* each; left out: 2 conversations without a message .*, line 1: add",
+            "holds 0 different conversations .* each; left out: 2 rows without a message .*, line 1: add",
         ),
     ],
 )

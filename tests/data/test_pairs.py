@@ -50,6 +50,10 @@ FORMS = {
     ),
     "content as parts": (pair([{**ASKED, "content": [{"type": "text", "text": "Why?"}]}], [{**GOOD, "content": PARTS}]), [ASKED]),
     "system in the prompt": (pair([SYSTEM, ASKED], [ASKED, GOOD], [ASKED, BAD]), [SYSTEM, ASKED]),
+    "JSON in columns of CSV": (
+        pair(*(json.dumps(part) for part in ([SYSTEM, ASKED], [GOOD], [BAD]))),
+        [SYSTEM, ASKED],
+    ),
     "columns of Parquet": (pair(None, [ASKED, GOOD], [ASKED, BAD], system=None), [ASKED]),
 }  # fmt: skip
 
@@ -62,7 +66,6 @@ def test_forms_of_a_pair(row, asked):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (pair(rejected="So."), EQUAL),
         ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Who?"}, BAD]}, OTHER_PROMPTS),
         ({"chosen": [ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, OTHER_PROMPTS),
         (pair("Who?", [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
@@ -81,6 +84,7 @@ def test_forms_of_a_pair(row, asked):
         (pair(chosen={"text": "So."}), NOT_SUPPORTED),
         (pair(chosen=5), NOT_SUPPORTED),
         (pair(["Why?"]), NOT_SUPPORTED),
+        (pair(str([ASKED]), str([GOOD]), str([BAD])), NOT_SUPPORTED),  # Python's, by pandas
         (pair(tools=[{"name": "f"}]), NOT_SUPPORTED),
     ],
 )
@@ -139,8 +143,8 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     assert reasons.pop(TOO_LONG) == 2 and reasons.pop(EQUAL) == 2
     ((special, count),) = reasons.items()
     assert special.startswith("with a special token") and count == 2
-    assert "left out: 2 pairs whose answers are equal, the first: " in " ".join(
-        left_out(manifest["left_out"], "pair")
+    assert "left out: 2 rows whose answers are equal, the first: " in " ".join(
+        left_out(manifest["left_out"])
     )
     lines = summary(manifest)
     assert lines[0].startswith("train: 2") and " pairs, " in lines[0] and "of 128 (" in lines[0]

@@ -250,7 +250,7 @@ def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch
 
 def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("LoRA needs peft: pip install 'peft>=0.18'"):
+    with refused("LoRA needs peft: pip install 'peft>=0.20'"):
         run(tiny("run", lora=4, init_from=str(start / "base")))
 
 
