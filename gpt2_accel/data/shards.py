@@ -320,8 +320,7 @@ def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
     found = bool(read_manifest(data_dir).get("pairs"))
     if found and not wanted:
         raise ValueError(
-            f"{data_dir} holds pairs of a better and a worse answer: train on them by {recipe_command('chat_dpo')}, and take "
-            "other data for this"
+            f"{data_dir} holds pairs of a better and a worse answer: train on them by chat_dpo.py, and take other data for this"
         )
     if wanted and not found:
         raise ValueError(
