@@ -262,7 +262,8 @@ def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
     assert first["train/aux_loss"] == pytest.approx(found.aux_loss.item(), rel=1e-5)
     expected = math.log(2) + 0.5 * found.aux_loss.item()
     assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert abs(first["train/margin"]) < 1e-4 and "val/aux_loss" not in last
+    assert abs(first["train/reward_chosen"]) < 1e-4 and abs(first["train/margin"]) < 1e-4
+    assert "val/aux_loss" not in last
     run_recipe("chat_dpo", *flags, f"--output_dir={tmp_path / 'without'}", "--router_aux_loss=0")
     assert metrics(tmp_path / "without")[0]["train/loss"] == pytest.approx(math.log(2))
 
