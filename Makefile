@@ -3,7 +3,7 @@ PYTHON ?= python3
 PART ?= tests
 BIN := .venv/bin
 
-.PHONY: quickstart chat test test-avx2 test-reliability test-models test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test test-avx2 test-reliability test-models test-course test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -39,6 +39,9 @@ test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many 
 
 test-models: .venv/installed-dev  ## all families of transformers that are tested: resumes, two processes, FSDP2, chat: 15 minutes
 	RELIABILITY=long MODELS=long $(BIN)/python -m pytest tests/models/test_any_model.py
+
+test-course: .venv/installed-dev  ## all notebooks of course/, twice each: 30 minutes
+	COURSE=long $(BIN)/python -m pytest tests/test_course.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
 	INSTALL=long $(BIN)/python -m pytest tests/test_install.py
