@@ -87,11 +87,15 @@ def check_loaded(settings: object, shape: ModelConfig) -> None:
         )
 
 
-def layers_heads_width(settings: object) -> tuple[int, int, int]:
-    """Returns layers, heads and width of a `TrainConfig`. `depth` N means N layers of width 64·N with heads of 64 channels,
-    as in nanochat."""
+def layers_heads_width(settings: object, head: int = 64) -> tuple[int, int, int]:
+    """Returns layers, heads and width of a `TrainConfig`.
+
+    `depth` N means N layers of width 64·N, rounded up to heads of `head` channels (nanochat's rule,
+    whose heads have 128).
+    """
     if settings.depth:
-        return settings.depth, settings.depth, 64 * settings.depth
+        n_head = -(-64 * settings.depth // head)
+        return settings.depth, n_head, n_head * head
     return settings.n_layer, settings.n_head, settings.n_embd
 
 

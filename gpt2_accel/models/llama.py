@@ -10,6 +10,7 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
@@ -43,6 +44,7 @@ class LlamaConfig(ModelConfig):
 
     architecture = "llama"
     dropout = 0.0  # Llama has none
+    depth_head: ClassVar[int] = 64  # channels of a head that `depth` gives
 
     vocab_size: int = 49152
     n_positions: int = 8192
@@ -83,7 +85,7 @@ class LlamaConfig(ModelConfig):
         have.
         """
         cls.check_dropout(settings.dropout)
-        n_layer, n_head, n_embd = layers_heads_width(settings)
+        n_layer, n_head, n_embd = layers_heads_width(settings, cls.depth_head)
         if n_embd % n_head:
             raise ValueError(
                 f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "

@@ -30,6 +30,7 @@ class NanochatConfig(llama.LlamaConfig):
     """
 
     architecture = "nanochat"
+    depth_head = 128
 
     vocab_size: int = 65536
     n_positions: int = 2048

@@ -1,0 +1,45 @@
+"""The speedrun recipe: its arithmetic, and a short run that opens in a pipeline."""
+
+import pytest
+from conftest import load_recipe, run_recipe
+from transformers import pipeline
+
+from gpt2_accel.models import config_class
+
+# Worked out by hand from the formulas of the recipe's header, with GPT-2's 50,257 tokens:
+# width, tokens, batch, updates, learning rate, weight decay.
+BY_HAND = {
+    4: (256, 192_138_240, 262_144, 732, 0.00442, 0.546),
+    12: (768, 1_482_384_384, 524_288, 2827, 0.00361, 0.1),
+    20: (1280, 5_490_539_520, 1_048_576, 5236, 0.00395, 0.0382),
+    24: (1536, 9_080_064_000, 1_048_576, 8659, 0.00361, 0.0231),
+}
+
+
+@pytest.mark.parametrize("depth", BY_HAND)
+def test_settings_follow_the_depth(depth):
+    recipe = load_recipe("speedrun")
+    config = recipe.Speedrun(depth=depth)
+    recipe.follow_depth(config, 50257, 8)
+    found = (recipe.width_of(depth), recipe.tokens_of(depth, 50257), config.total_batch_size)
+    found += (config.max_steps, config.learning_rate, config.weight_decay)
+    assert found == BY_HAND[depth]
+    shape = config_class("nanochat").from_settings(config, 50257)
+    assert (shape.n_layer, shape.n_embd, shape.head_dim) == (depth, found[0], 128)
+    assert config.micro_batch_size == 16
+
+
+def test_what_is_given_wins():
+    recipe = load_recipe("speedrun")
+    config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
+    recipe.follow_depth(config, 4096, 1)
+    assert (config.total_batch_size, config.max_steps, config.learning_rate) == (8192, 3, 0.5)
+    assert config.micro_batch_size == 4  # of 2,048 tokens
+
+
+def test_a_short_run_opens_in_a_pipeline(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(load_recipe("speedrun").Speedrun, "data_dir", data_dir)
+    flags = "--depth 1 --total_batch_size 64 --n_positions 32 --max_steps 2 --eval_tokens 64"
+    output = tmp_path / "run"
+    run_recipe("speedrun", *flags.split(), "--data_dir", data_dir, "--output_dir", output)
+    assert pipeline("text-generation", model=str(output))("the cat")[0]["generated_text"]
