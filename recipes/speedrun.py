@@ -58,7 +58,9 @@ class Speedrun(TrainConfig):
     resume_from: str | None = "latest"
 
     architecture: str | None = "nanochat"
-    depth: int | None = setting(20, "layers; the width, the batch, the updates and the rates follow")
+    depth: int | None = setting(
+        20, "layers; the width, the batch, the updates and the rates follow"
+    )
     n_positions: int = 2048
     micro_batch_size: int | None = setting(None, "sequences per device; default up to 16")
     total_batch_size: int | None = setting(None, "tokens per update; default by the depth")
@@ -72,7 +74,9 @@ class Speedrun(TrainConfig):
     decay_share: float = 0.65
     min_lr_ratio: float = 0.05
 
-    sample_prompts: list[str] = setting(["The capital of France is"], "prompts that the samples continue")
+    sample_prompts: list[str] = setting(
+        ["The capital of France is"], "prompts that the samples continue"
+    )
     sample_tokens: int = 32
 
 
