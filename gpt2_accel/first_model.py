@@ -19,7 +19,7 @@ from gpt2_accel.hf.convert import (
     load_weights,
     local_directory,
 )
-from gpt2_accel.hf.lora import add_lora, set_base_dtype
+from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.tokenizer import document_marks, load_tokenizer
 
@@ -43,9 +43,7 @@ def build_model(
     """
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):
-        raise ValueError(
-            "--lora trains an adapter of a published or trained model: name it by --init_from"
-        )
+        raise ValueError(NEEDS_MODEL)
     if given is not None and not isinstance(given, torch.nn.Module):
         given = given(config, tokenizer)
     wanted = config.architecture
@@ -144,11 +142,7 @@ def shape_values(shape: ModelConfig) -> dict[str, Any]:
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:
     """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
-    dtype = getattr(torch, config.dtype)
-    if config.lora:
-        set_base_dtype(model, dtype)
-    else:
-        model.to(dtype)
+    set_dtype(model, config)
     model.checkpoint_activations = config.checkpoint_activations
     if config.router_aux_loss is not None:
         if not getattr(model, "aux_coefficient", 0):

@@ -57,7 +57,7 @@ def main() -> None:
         alone, sharded = copy.deepcopy(model), copy.deepcopy(model)
         kept, muon.orthogonalize_shared = (
             muon.orthogonalize_shared,
-            lambda m, rows, n: muon.orthogonalize(m, n),
+            muon.orthogonalize,
         )
         updated(alone, tokens)
         muon.orthogonalize_shared = kept

@@ -16,7 +16,7 @@ import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_window
 from gpt2_accel.data.shards import TokenStream
-from gpt2_accel.estimate.dry_run import model_shape
+from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.tokenizer import char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.

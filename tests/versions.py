@@ -27,6 +27,7 @@ TESTS = (
     *("data/test_loader.py", "data/test_prepare.py", "data/test_shards.py", "test_tokenizer.py"),
     *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py", "hf/test_model_card.py"),
     *("test_config.py", "runtime/test_launch.py::test_the_headline_command"),
+    "runtime/test_accelerate_config.py",
     *("data/test_conversations.py", "data/test_pairs.py"),
     *("hf/test_chat_template.py", "test_preferences.py", "hf/test_lora_runs.py"),
 )

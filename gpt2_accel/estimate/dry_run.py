@@ -8,10 +8,17 @@ from accelerate.utils import parse_flag_from_env
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import MANIFEST, read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
-from gpt2_accel.estimate.memory import Launch, memory_by_part
-from gpt2_accel.hf import hub
-from gpt2_accel.hf.convert import configured_shape, read_config
-from gpt2_accel.models import ModelConfig, check_loaded
+from gpt2_accel.estimate.memory import (
+    Launch,
+    activation_bytes,
+    in_words,
+    model_shape,
+    planned_model,
+    shard_count,
+    state_bytes,
+    state_note,
+)
+from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.runtime.files import readable_size
 from gpt2_accel.runtime.options import load_yaml
@@ -46,6 +53,7 @@ def dry_run(config: TrainConfig) -> str:
             f"--epochs needs the size of the data, and {config.data_dir} is not prepared yet: give --max_steps"
         )
     shape = model_shape(config, vocab_size)
+    model = planned_model(config, shape)
     config.fit_positions(shape.n_positions)
     length = config.tokens_per_sequence
     devices, precision = launch.num_processes, launch.mixed_precision
@@ -60,25 +68,27 @@ def dry_run(config: TrainConfig) -> str:
     )
     on_gpu = gpu or not launch.use_cpu
     logits = logits_at_once(GPUS[gpus[0]].memory, precision) if on_gpu else None
-    memory = memory_by_part(config, shape, launch, size, logits)
-    parts = ", ".join(f"{part} {readable_size(own)}" for part, own in memory.items())
+    state = state_bytes(config, model, launch.shards)
+    memory = state | {"activations": activation_bytes(config, shape, precision, size, logits)}
     needed = sum(memory.values())
     used = f"; a token uses {shape.matmul_parameters:,}" if shape.sparse else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
-        f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.is_fsdp2 else ''}",
-        f"memory        {readable_size(needed)} per device{f' of {readable_size(GPUS[gpu].memory)}' if gpu else ''}: {parts}; "
+        f"processes     {devices}, {precision_name(precision)}{', sharded by FSDP2' if launch.shards > 1 else ''}",
+        f"memory        {readable_size(needed)} per device{f' of {readable_size(GPUS[gpu].memory)}' if gpu else ''}: {in_words(memory)}; "
         f"micro-batch {size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]
+    if config.lora:
+        lines.append(describe_lora(model))
     if note:
         lines.append(note)
     if gpu and needed > GPUS[gpu].memory:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations true, "
-            "or shard the model"
+            f"or shard the model; {state_note(config, state, launch.shards)}"
         )
     return "\n".join(lines)
 
@@ -107,7 +117,8 @@ def this_launch() -> Launch:
     launched = "WORLD_SIZE" in os.environ
     on_cpu = not launched and launch_device().type == "cpu"
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", on_cpu)
-    return Launch(int(processes), precision, get("FSDP_VERSION") == "2", use_cpu)
+    shards = shard_count(int(processes), get("FSDP_VERSION") == "2")
+    return Launch(int(processes), precision, shards, use_cpu)
 
 
 def read_launch(path: str) -> Launch:
@@ -119,17 +130,8 @@ def read_launch(path: str) -> Launch:
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
     precision = values.get("mixed_precision") or "no"  # YAML reads no as False
-    is_fsdp2 = sharding.get("fsdp_version") == 2
-    return Launch(processes, precision, is_fsdp2, values.get("use_cpu", False))
-
-
-def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Returns the model shape of `init_from`, or of the settings without it."""
-    if config.init_from is None:
-        return configured_shape(config, vocab_size)
-    local = Path(config.init_from)
-    shape = read_config(
-        local if local.is_dir() else hub.download(config.init_from, ("config.json",))
+    replicas = (values.get("parallelism_config") or {}).get(
+        "parallelism_config_dp_replicate_size", 1
     )
-    check_loaded(config, shape)
-    return shape
+    shards = processes // replicas if sharding.get("fsdp_version") == 2 else 1
+    return Launch(processes, precision, shards, values.get("use_cpu", False))

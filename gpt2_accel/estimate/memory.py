@@ -1,9 +1,13 @@
 """Memory per device of a training run (weights, gradients, optimizer state, activations), and the largest micro-batch that fits."""
 
+import copy
 import logging
+import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +19,11 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch
+from gpt2_accel.hf import hub
+from gpt2_accel.hf.convert import configured_shape, read_config
+from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
-from gpt2_accel.models import ModelConfig
+from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.runtime.device import (
     DTYPES,
@@ -32,40 +39,80 @@ MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations 
 
 @dataclass
 class Launch:
-    """The attributes of an `Accelerator` that an estimate needs, by the same names."""
+    """A launch. `shards` is the number of processes over which FSDP2 shards the model, 1 without
+    it; `use_cpu` says that there are no GPUs."""
 
-    num_processes: int = 1
-    mixed_precision: str = "no"
-    is_fsdp2: bool = False
-    use_cpu: bool = False
+    num_processes: int
+    mixed_precision: str
+    shards: int
+    use_cpu: bool
 
 
-def memory_by_part(
-    config: TrainConfig,
-    shape: ModelConfig,
-    accelerator: Accelerator | Launch,
-    size: int,
-    logits: int | None,
-) -> dict[str, int]:
-    """Returns the bytes per device at the peak with micro-batches of `size` sequences, by part: weights and gradients in the run's
-    `dtype`, optimizer state, activations.
+def shard_count(processes: int, is_fsdp2: bool) -> int:
+    """Returns over how many processes of this launch FSDP2 shards the model, those of a replica; 1
+    without it."""
+    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    return processes // replicas if is_fsdp2 else 1
 
-    AdamW keeps two moments of each parameter; Muon keeps one of its matrices. FSDP2 shards all but the activations.
-    `logits` is the device's `kernels.choices.logits_at_once`.
-    """
-    shards = accelerator.num_processes if accelerator.is_fsdp2 else 1
+
+def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> dict[str, int]:
+    """Returns the bytes per device of a model, by part: weights that are not trained, trained
+    weights or the adapter, their gradients and their optimizer state.
+
+    AdamW keeps two moments of each trained parameter; Muon keeps one of its matrices."""
+    sizes = {False: 0, True: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.nbytes // shards
+    moments = 2 * sizes[True]
+    for _, parameter in hidden_matrices(model) if config.optimizer == "muon" else []:
+        moments -= parameter.requires_grad * parameter.nbytes // shards
+    return {
+        f"frozen {config.dtype} weights": sizes[False],
+        "adapter" if config.lora else "weights": sizes[True],
+        "gradients": sizes[True],
+        "optimizer": moments,
+    }
+
+
+def in_words(parts: dict[str, int]) -> str:
+    """Returns the parts of the memory that are not empty, with their sizes."""
+    return ", ".join(f"{part} {readable_size(size)}" for part, size in parts.items() if size)
+
+
+def state_note(config: TrainConfig, state: dict[str, int], shards: int) -> str:
+    """Returns `state_bytes` as the end of a sentence, for full fine-tuning also those with LoRA."""
+    note = in_words(state)
+    if config.lora or not config.init_from or not find_spec("peft"):
+        return note
+    config = copy.copy(config)
+    config.lora = 16
+    model = planned_model(config, model_shape(config, 0))
+    return f"{note}; with --lora 16 {in_words(state_bytes(config, model, shards))}"
+
+
+def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
+    """Returns the model shape of `init_from`, or of the settings for a vocabulary size without it.
+
+    Raises the errors of `read_config`, and `ValueError` for LoRA without a model to start from."""
+    if config.init_from is None:
+        if config.lora:
+            raise ValueError(NEEDS_MODEL)
+        return configured_shape(config, vocab_size)
+    local = Path(config.init_from)
+    directory = local if local.is_dir() else hub.download(config.init_from, ("config.json",))
+    shape = read_config(directory, reason="--lora" if config.lora else None)
+    check_loaded(config, shape)
+    return shape
+
+
+def planned_model(config: TrainConfig, shape: ModelConfig) -> LanguageModel:
+    """Returns the model of a run, on the meta device. Raises the errors of `add_lora`."""
     with torch.device("meta"):
         model = shape.build()
-    width = 2 if config.dtype == "bfloat16" else 4
-    weights = width * sum(parameter.numel() for parameter in model.parameters())
-    matrices = width * sum(parameter.numel() for _, parameter in hidden_matrices(model))
-    saved = matrices if config.optimizer == "muon" else 0
-    return {
-        "weights": weights // shards,
-        "gradients": weights // shards,
-        "optimizer": (2 * weights - saved) // shards,
-        "activations": activation_bytes(config, shape, accelerator.mixed_precision, size, logits),
-    }
+        if config.lora:
+            add_lora(model, config, (), "")
+    set_dtype(model, config)
+    return model
 
 
 def activation_bytes(
@@ -75,6 +122,7 @@ def activation_bytes(
     backward, and the logits and their gradients, at most `at_once` of them.
 
     With `checkpoint_activations` one block saves everything, and the others their input in fp32.
+    LoRA saves about the same, with dropout half as much again (measured on a small GPT-2).
     """
     width, tokens = (2 if precision in DTYPES else 4), size * config.tokens_per_sequence
     layers = 1 if config.checkpoint_activations else shape.n_layer
@@ -82,6 +130,7 @@ def activation_bytes(
         shape.with_depth(layers), precision, size * config.rows, config.tokens_per_row
     )
     saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
+    saved += saved // 2 if config.lora_dropout else 0
     logits = tokens * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
         return saved + logits * (4 if width == 4 else 4 + 2)
@@ -136,12 +185,16 @@ def fitting_batch_size(
     Raises `ValueError` if not even one sequence fits, and what `batch_schedule` raises.
     """
     device, processes = accelerator.device, accelerator.num_processes
-    shape, length = unwrap(accelerator, model).config, config.tokens_per_sequence
+    plain, length = unwrap(accelerator, model), config.tokens_per_sequence
+    shards = shard_count(processes, accelerator.is_fsdp2)
+    state = state_bytes(config, plain, shards)
 
     def needed(size: int) -> int:
         at_once = kernels.choices.logits_at_once
-        parts = memory_by_part(config, shape, accelerator, size, at_once)
-        return sum(parts.values()) - parts["weights"]  # which are there
+        activations = activation_bytes(
+            config, plain.config, accelerator.mixed_precision, size, at_once
+        )
+        return state["gradients"] + state["optimizer"] + activations  # the weights are there
 
     each = config.batch_schedule(processes).full // processes
     sizes = [size for size in range(1, each + 1) if each % size == 0]
@@ -156,13 +209,10 @@ def fitting_batch_size(
         )
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
-        parts = memory_by_part(config, shape, accelerator, 1, kernels.choices.logits_at_once)
-        state = readable_size(sum(parts.values()) - parts["activations"])
-        problem = (
+        raise ValueError(
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
-            "the model (launch config 8xa100_fsdp2.yaml)"
+            f"the model (launch config 8xa100_fsdp2.yaml); {state_note(config, state, shards)}"
         )
-        raise ValueError(f"{problem}; weights, gradients and optimizer state take {state}")
     accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best
 

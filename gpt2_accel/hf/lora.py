@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt2_accel.hf.safetensors_files import ADAPTER
-from gpt2_accel.models import skeleton
+from gpt2_accel.models import LanguageModel, skeleton
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.runtime.files import parse_json
 
 if TYPE_CHECKING:
     from gpt2_accel.config import TrainConfig
 
+NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it by --init_from"
 # The begin of the names of experts' parameters without an adapter.
 ROUTERS = ("gate.", "router.")
 
@@ -84,8 +85,12 @@ def describe_lora(model: AnyModel) -> str:
     return f"LoRA of rank {config.r} on {', '.join(names)}: {trained:,} of {total:,} parameters"
 
 
-def set_base_dtype(model: AnyModel, dtype: torch.dtype) -> None:
-    """Converts the parameters that are not trained."""
+def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
+    """Converts a model to the `dtype` of the settings, with LoRA only the parameters that are not trained."""
+    dtype = getattr(torch, settings.dtype)
+    if not settings.lora:
+        model.to(dtype)
+        return
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

@@ -22,7 +22,8 @@ class Muon(torch.optim.AdamW):
     keys and values. Muon updates each of them separately, with the scale of its own shape.
 
     Each rank orthogonalizes its share of the matrices. With DDP the results are gathered. With FSDP2, which shards each
-    matrix by its rows, the ranks exchange rows for whole matrices and back (as Dion does, Ahn et al., 2025, arXiv:2504.05295).
+    matrix by its rows, the ranks exchange rows for whole matrices and back (as Dion does, Ahn et al., 2025, arXiv:2504.05295),
+    within each replica if there are several.
     """
 
     momentum = 0.95
@@ -73,9 +74,10 @@ class Muon(torch.optim.AdamW):
             nesterov = nesterov.to(iteration_dtype(nesterov.device))
             matrices = nesterov.flatten(1, -2)
             if not is_shard(params[0]):
-                updates = orthogonalize_shared(matrices, rows, count)
+                updates = orthogonalize_shared(matrices, count)
             elif len(shape) == 2:
-                updates = orthogonalize_rows(matrices, rows, count)
+                team = params[0].device_mesh.get_group(-1)  # the ranks of this replica
+                updates = orthogonalize_rows(matrices, rows, count, team)
             else:  # a rank has whole experts, or none
                 own = nesterov.shape[1]
                 updates = orthogonalize(matrices, own) if own else matrices
@@ -91,7 +93,7 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
-def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+def orthogonalize_shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
     """Orthogonalizes matrices that are equal on all ranks: each rank takes a share, the results are gathered.
 
     matrices: (N, rows, columns), each a stack of `count` -> the same shape.
@@ -109,31 +111,37 @@ def orthogonalize_shared(matrices: torch.Tensor, rows: int, count: int) -> torch
     return torch.cat(gathered)[: len(matrices)]
 
 
-def orthogonalize_rows(shards: torch.Tensor, rows: int, count: int) -> torch.Tensor:
-    """Orthogonalizes matrices whose rows are sharded. Each rank receives whole matrices and sends their new rows back.
+def orthogonalize_rows(
+    shards: torch.Tensor, rows: int, count: int, team: dist.ProcessGroup
+) -> torch.Tensor:
+    """Orthogonalizes matrices whose rows are sharded over the ranks of `team`. Each rank receives
+    whole matrices and sends their new rows back.
 
     shards: (N, this rank's rows, columns), of matrices with `rows` rows, each a stack of `count` -> the same shape. The rows
     are divided as by `torch.chunk`; a rank may have none.
     """
-    ranks, rank, columns = dist.get_world_size(), dist.get_rank(), shards.shape[2]
+    ranks, rank, columns = team.size(), team.rank(), shards.shape[2]
     step, share = -(-rows // ranks), -(-len(shards) // ranks)
     heights = [max(0, min(step, rows - r * step)) for r in range(ranks)]
     owned = [max(0, min(share, len(shards) - r * share)) for r in range(ranks)]  # matrices
     sent = [number * heights[rank] * columns for number in owned]
     received = [owned[rank] * height * columns for height in heights]
-    pieces = exchange(shards.flatten(), sent, received)
+    pieces = exchange(shards.flatten(), sent, received, team)
     shapes = [(owned[rank], height, columns) for height in heights]
     whole = torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim=1)
     if len(whole):
         whole = orthogonalize(whole, count)
     back = torch.cat([piece.flatten() for piece in whole.split(heights, dim=1)])
-    return torch.cat(exchange(back, received, sent)).view(shards.shape)
+    return torch.cat(exchange(back, received, sent, team)).view(shards.shape)
 
 
-def exchange(data: torch.Tensor, sent: list[int], received: list[int]) -> list[torch.Tensor]:
-    """Sends the parts of `data`, of the sizes `sent`, to the ranks; returns the parts that they send, of the sizes `received`."""
+def exchange(
+    data: torch.Tensor, sent: list[int], received: list[int], team: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """Sends the parts of `data`, of the sizes `sent`, to the ranks of `team`; returns the parts
+    that they send, of the sizes `received`."""
     found = data.new_empty(sum(received))
-    dist.all_to_all_single(found, data, received, sent)
+    dist.all_to_all_single(found, data, received, sent, team)
     return list(found.split(received))
 
 

@@ -31,14 +31,54 @@ from gpt2_accel.runtime.signals import launched
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
+# Every field of an Accelerate config is in one of these three. A run does what it says:
+USED = """
+    compute_environment distributed_type mixed_precision use_cpu debug num_processes
+    num_machines machine_rank gpu_ids main_process_ip main_process_port rdzv_backend
+    same_network enable_cpu_affinity mpirun_config dynamo_config fsdp_config fsdp_version
+    fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
+    parallelism_config parallelism_config_dp_shard_size parallelism_config_dp_replicate_size
+"""
+# No effect, or only with another field that is refused, such as a TPU as `distributed_type`:
+HARMLESS = """
+    main_training_function downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
+    tpu_env command_file commands fp8_config deepspeed_config megatron_lm_config
+    fsdp_sharding_strategy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch
+    fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_sync_module_states
+    fsdp_min_num_params fsdp_activation_checkpointing_offload parallelism_config_cp_backend
+    parallelism_config_cp_comm_strategy parallelism_config_sp_backend
+    parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
+    parallelism_config_sp_attn_implementation
+"""
+# Refused: the launcher's environment variable of the field, the values that are allowed, and the fix.
+REFUSED = {
+    "ACCELERATE_MIXED_PRECISION": ("no bf16 fp16", "use bf16, fp16 or no"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "remove it, --total_batch_size gives it"),
+    "ACCELERATE_USE_DEEPSPEED": ("false", "use FSDP2, as 8xa100_fsdp2.yaml does"),
+    "ACCELERATE_USE_MEGATRON_LM": ("false", "use FSDP2, as 8xa100_fsdp2.yaml does"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "use --checkpoint_activations instead"),
+    "FSDP_AUTO_WRAP_POLICY": ("transformer_based_wrap no_wrap", "use TRANSFORMER_BASED_WRAP"),
+    "FSDP_IGNORED_MODULES": ("none", "remove it"),
+    "FSDP_OFFLOAD_PARAMS": ("false", "remove it"),
+    "PARALLELISM_CONFIG_CP_SIZE": ("1", "remove it, sequences are not split"),
+    "PARALLELISM_CONFIG_SP_SIZE": ("1", "remove it, sequences are not split"),
+    "PARALLELISM_CONFIG_TP_SIZE": ("1", "remove it, matrices are not split"),
+}
+
 
 def build_accelerator(deterministic: bool = False) -> Accelerator:
     """Builds the `Accelerator` from Accelerate's config file and environment, and checks that they took effect.
 
     `deterministic` turns on torch's deterministic algorithms.
 
-    Raises `ValueError` if Accelerate does not see all started processes, or if the config is not possible.
+    Raises `ValueError` if Accelerate does not see all started processes, or if the config is not
+    possible or in `REFUSED`.
     """
+    for name, (allowed, fix) in REFUSED.items():
+        value = os.environ.get(name, allowed.split()[0])
+        if value.lower() not in allowed.split():
+            field = name.removeprefix("ACCELERATE_").lower()
+            raise ValueError(f"the Accelerate config has {field} {value}: {fix}")
     # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
     if not names & os.environ.keys():
@@ -49,20 +89,17 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     processes()  # all of the launch
     # DDP's buckets are the gradients, instead of a copy of them.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")  # which is not checked there
     try:
-        accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=[views])
+        accelerator = Accelerator(kwargs_handlers=[views])
     except ValueError as error:
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
+    if accelerator.distributed_type == DistributedType.XLA:
+        raise ValueError("TPUs are not supported: train on GPUs or a CPU")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            "gradient_accumulation_steps is set in the Accelerate config: remove it, it follows from --total_batch_size"
         )
     on_cpu = accelerator.device.type == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_cpu and (launched() or may_have_gpu()):

@@ -3,15 +3,26 @@
 import json
 from dataclasses import replace
 
+import pytest
 import torch
 from accelerate import Accelerator
+from conftest import refused, reset_accelerate, run
+from families import save_family
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.estimate.memory import activation_bytes, fitting_batch_size
+from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.memory import (
+    activation_bytes,
+    fitting_batch_size,
+    model_shape,
+    planned_model,
+    state_bytes,
+)
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import OVERRIDES
-from gpt2_accel.train import next_token_loss
+from gpt2_accel.runtime.files import readable_size
+from gpt2_accel.train import next_token_loss, train
 
 SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
 
@@ -50,3 +61,38 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
         assert counter.frame_count > compiled, f"{size} sequences ran uncompiled"
         compiled = counter.frame_count
     assert all(parameter.grad is None for parameter in plain.parameters())
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(4, "bfloat16"), (4, "float32"), (0, "float32")])
+def test_the_planned_state_is_that_of_a_run(lora, dtype, tiny, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    start = str(save_family("smollm3", tmp_path / "start"))
+    measured = {}
+
+    class Measure:
+        def on_step_end(self, run, skipped):
+            parameters = list(run.model.parameters())
+            moments = [v for s in run.optimizer.state.values() for v in s.values() if v.ndim]
+            measured[f"frozen {dtype} weights"] = sum(
+                p.nbytes for p in parameters if not p.requires_grad
+            )
+            trained = sum(p.nbytes for p in parameters if p.requires_grad)
+            measured["adapter" if lora else "weights"] = trained
+            measured["optimizer"] = sum(moment.nbytes for moment in moments)
+
+    config = tiny("run", init_from=start, lora=lora, dtype=dtype, max_steps=1)
+    reset_accelerate()
+    train(config, callbacks=[Measure()])
+    state = state_bytes(config, planned_model(config, model_shape(config, 257)))
+    assert state.pop("gradients") == state["adapter" if lora else "weights"]
+    assert state == measured
+    said = dry_run(replace(config, dry_run=["cpu"]))
+    for name, size in state.items():
+        assert not size or f"{name} {readable_size(size)}" in said
+    assert ("LoRA of rank 4 on down_proj, " in said) is bool(lora)
+    monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": 0}))
+    hint = (
+        "optimizer" if lora else "; with --lora 16 frozen float32 weights .*, adapter .*optimizer"
+    )
+    with refused(f"not even a micro-batch of one sequence .*{hint} [^;]*$"):
+        run(replace(config, micro_batch_size=0, output_dir=str(tmp_path / "auto")))

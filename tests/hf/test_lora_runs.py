@@ -16,6 +16,7 @@ from conftest import (
     metrics,
     read_json,
     refused,
+    reset_accelerate,
     run,
     run_recipe,
     write_lines,
@@ -26,9 +27,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import from_pretrained
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import stage
+from gpt2_accel.hf.lora import add_lora, base_of, opening_lines, write_adapter
+from gpt2_accel.train import train
 
 peft = pytest.importorskip("peft")
 
@@ -80,6 +84,21 @@ def logits(model, vocab_size=257):
     with torch.no_grad():
         found = model.eval()(torch.randint(vocab_size, (2, 24)))
     return getattr(found, "logits", found)
+
+
+class Frozen:
+    """Compares the parameters that are not trained, before the first update and at the end."""
+
+    def on_train_begin(self, run):
+        self.before = {n: p.clone() for n, p in self.parameters(run).items()}
+
+    def on_train_end(self, run, finished):
+        after = self.parameters(run)
+        self.changed = [n for n, p in self.before.items() if not torch.equal(p, after[n])]
+
+    @staticmethod
+    def parameters(run):
+        return {n: p for n, p in run.model.named_parameters() if not p.requires_grad}
 
 
 def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
@@ -183,15 +202,18 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     kind, dtype, changes, tiny, tmp_path, capsys
 ):
     start = save_family(kind, tmp_path / "start", **changes)
-    lines = run(
-        tiny("run", init_from=str(start), lora=4, dtype=dtype, max_steps=20, learning_rate=3e-2)
-    )
-    printed = capsys.readouterr().out
+    frozen = Frozen()
+    settings = {"init_from": str(start), "lora": 4, "dtype": dtype, "learning_rate": 3e-2}
+    reset_accelerate()
+    train(tiny("run", **settings, max_steps=20), callbacks=[frozen])
+    lines, printed = metrics(tmp_path / "run"), capsys.readouterr().out
+    assert frozen.before and not frozen.changed
     assert re.search(r"LoRA of rank 4 on .*o_proj.*: [\d,]+ of [\d,]+ parameters", printed)
     assert losses(lines)[-1] < losses(lines)[0] - 0.01
     folder = tmp_path / "run"
     saved = load_file(folder / "checkpoint-20" / ADAPTER)
     assert all("lora_" in name for name in saved) and not any("gate." in name for name in saved)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     if dtype == "bfloat16":  # the base that was trained on
         for parameter in base.parameters():  # not the rotary frequencies
@@ -204,6 +226,22 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     limit = 1e-5 * expected.abs().max().item()
     torch.testing.assert_close(logits(final), expected, atol=limit, rtol=0)
     assert (logits(final) - before).abs().max() > 1e-3
+
+
+def test_what_peft_refuses_is_its_sentence(tiny, tmp_path):
+    start = save_family("mixtral", tmp_path / "start")
+    with refused("lora.ParamWrapper does not work with lora_dropout != 0"):
+        run(tiny("run", init_from=str(start), lora=4, lora_dropout=0.1))
+
+
+def test_an_adapter_names_the_revision_of_its_base(tmp_path):
+    model = from_pretrained(save_family("smollm3", tmp_path / "start"))
+    add_lora(model, TrainConfig(lora=4), (), "user/name@abc")
+    write_adapter(model, tmp_path / "adapter")
+    config = read_json(tmp_path / "adapter/adapter_config.json")
+    assert (config["base_model_name_or_path"], config["revision"]) == ("user/name", "abc")
+    assert base_of(tmp_path / "adapter") == "user/name@abc"
+    assert "from_pretrained('user/name', revision='abc')" in opening_lines(model)
 
 
 def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
@@ -255,18 +293,34 @@ def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
 
 
 @long
-def test_two_processes(start, chat_run, tmp_path):
-    given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
-    launch(
-        "recipes/chat_sft.py",
-        *given,
-        *flags(tmp_path / "run", lora_dropout=0.0, micro_batch_size=2),
-        processes=2,
-    )
-    alone = flags(tmp_path / "alone", lora_dropout=0.0)
-    run_recipe("chat_sft", *given, *alone)
-    expected = losses(metrics(tmp_path / "alone"))
-    assert losses(metrics(tmp_path / "run")) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("script", "launch_config"), [("train_script", "8xa100"), ("fsdp_script", "8xa100_fsdp2")]
+)
+def test_two_processes(kind, script, launch_config, start, chat_run, data_dir, tmp_path):
+    """With DDP and FSDP2: the adapter is that of one process, also with new rows, and a resume is exact."""
+    if kind == "gpt2":
+        base, data = start / "base", next(chat_run.glob("data-*"))
+    else:
+        base, data = save_family(kind, tmp_path / "base"), data_dir
+    given = {"init_from": base, "data_dir": data, "sequence_length": 64, "lora_dropout": 0.0}
+    given |= {"sample_every": 0, "micro_batch_size": 2, "warmup_steps": 2}
+
+    def trained(name, processes, script, config, **changes):
+        args = [f"tests/{script}.py", *flags(tmp_path / name, **given, **changes)]
+        eager = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+        done = launch(*eager, *args, processes=processes, config=config)
+        assert ("sharded by FSDP2" in done.stdout) is (script == "fsdp_script")
+        return load_file(tmp_path / name / "adapter" / ADAPTER)
+
+    alone = trained("alone", 1, "train_script", "cpu")
+    both = trained("both", 2, script, launch_config)
+    assert both.keys() == alone.keys()
+    for name, tensor in both.items():
+        torch.testing.assert_close(tensor, alone[name], atol=1e-5, rtol=0)
+    checkpoint = tmp_path / "both/checkpoint-6"
+    resumed = trained("resumed", 2, script, launch_config, resume_from=checkpoint)
+    assert all(torch.equal(resumed[name], both[name]) for name in both)
 
 
 def test_an_adapter_needs_a_model(tiny):

@@ -14,6 +14,7 @@ import pytest
 from conftest import (
     as_flags,
     chat_rows,
+    long,
     losses,
     make_text,
     metrics,
@@ -23,6 +24,7 @@ from conftest import (
     tiny_config,
     write_lines,
 )
+from families import save_family
 from interrupted import (
     KILLING_SCRIPT,
     SCRIPT,
@@ -68,27 +70,38 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole]
 
 
-def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(tiny, tmp_path, times):
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=long)])
+def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
+    lora, tiny, tmp_path, times
+):
+    """To the end of the final model; with LoRA from the adapter beside it on."""
     settings = {"max_steps": 6, "save_every": 2, "keep_last": 1, "keep_best": True, "eval_every": 2}
-    settings |= {"resume_from": "latest"}
+    settings |= {"resume_from": "latest", "lora": lora}
+    if lora:
+        settings["init_from"] = str(save_family("smollm3", tmp_path / "start"))
 
     def trained(kill_at, folder=None):
         config = tiny(folder or tmp_path / f"killed-{kill_at}", **settings)
         # From the second checkpoint on, so that there is an older one to lose.
-        script = (KILLING_SCRIPT, kill_at, ".checkpoint-4.", SCRIPT)
+        place = f"{config.output_dir}/adapter" if lora else ".checkpoint-4."
+        script = (KILLING_SCRIPT, kill_at, place, SCRIPT)
         fails = None if kill_at else False
         return python(*script, *as_flags(config), fails=fails, ACCELERATE_USE_CPU="true")
 
     def left(folder):
         return {path.name for path in folder.iterdir() if "checkpoint" in path.name}
 
+    def adapter(folder):
+        return digest(folder / "adapter/adapter_model.safetensors")
+
     trained(0, tmp_path / "whole")
-    for number in killed_before_each(trained, times(60, 1)):
+    for number in killed_before_each(trained, times(60, 4 if lora else 1)):
         folder = tmp_path / f"killed-{number}"
         whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert whole, "a checkpoint was lost"
         trained(0, folder)
         assert weights(folder) == weights(tmp_path / "whole"), number
+        assert not lora or adapter(folder) == adapter(tmp_path / "whole")
         assert left(folder) == left(tmp_path / "whole")
     assert number > 1
 

@@ -32,8 +32,8 @@ import gpt2_accel.train
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig, check_ranges, setting
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
-from gpt2_accel.estimate.dry_run import model_shape
 from gpt2_accel.estimate.flops import duration, flops_per_token
+from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.loss_plot import short_number

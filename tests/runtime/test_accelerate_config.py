@@ -1,0 +1,104 @@
+"""What an Accelerate config says is done, or refused before anything is built."""
+
+import os
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+from conftest import as_flags, long, losses, metrics, refused
+from launching import ROOT, launch, launched
+
+from gpt2_accel.estimate.dry_run import read_launch
+from gpt2_accel.runtime.accelerator import HARMLESS, REFUSED, USED, build_accelerator
+
+FSDP2 = {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "no"}
+
+
+def written(folder, **values):
+    """Writes a config of FSDP2 with other values, which belong to sections by their names; returns its path."""
+    config = {**FSDP2, "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
+    for name, value in values.items():
+        sections = {"fsdp": config["fsdp_config"], "parallelism": config["parallelism_config"]}
+        sections.get(name.split("_")[0], config)[name] = value
+    path = folder / "launch.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_every_field_is_used_harmless_or_refused():
+    """A field of a new release of Accelerate is missing here until it belongs to one of the three."""
+    flags = {action.dest for action in launch_command_parser()._actions}
+    fields = {flag for flag in flags if flag.startswith(("fsdp_", "parallelism_config_"))}
+    fields |= ClusterConfig.__dataclass_fields__.keys()
+    used, harmless = set(USED.split()), set(HARMLESS.split())
+    refusals = {name.removeprefix("ACCELERATE_").lower() for name in REFUSED}
+    assert used | harmless <= fields <= used | harmless | refusals
+    assert not harmless & (used | refusals)
+    page = (ROOT / "docs/hardware.md").read_text()
+    assert [name for name in refusals & fields if f"`{name}" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mixed_precision", "fp8"),
+        ("fsdp_activation_checkpointing", True),
+        ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        ("fsdp_ignored_modules", "h.0"),
+        ("fsdp_offload_params", True),
+        ("parallelism_config_cp_size", 2),
+        ("parallelism_config_sp_size", 2),
+        ("parallelism_config_tp_size", 2),
+    ],
+)
+def test_what_a_run_does_not_do_is_refused(field, value, tmp_path, monkeypatch):
+    """With the environment that the launcher computes from the file."""
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
+    path = written(tmp_path, **{field: value})
+    _, environments = launched(["--config_file", str(path), "script.py"], dict(os.environ))
+    for name, own in environments[0].items():
+        if name.startswith(("ACCELERATE", "FSDP", "PARALLELISM")):  # without waiting for others
+            monkeypatch.setenv(name, own)
+    with refused(f"(?i)the Accelerate config has {field} {value}: "):
+        build_accelerator()
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
+def test_engines_of_others_are_refused(name, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with refused(f"has use_{name.lower()} true: use FSDP2"):
+        build_accelerator()
+
+
+@long
+def test_accelerate_launch_with_context_parallelism(tiny, tmp_path):
+    path = written(tmp_path, parallelism_config_cp_size=2, parallelism_config_dp_shard_size=2)
+    flags = ("--config_file", path, "tests/train_script.py", *as_flags(tiny("run")))
+    done = launch(*flags, config="8xa100_fsdp2", processes=4, launcher=True, fails=True)
+    assert "has parallelism_config_cp_size 2: remove it, sequences are not split" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@long
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_replicas_of_two_shards_train_as_four_shards(optimizer, tiny, tmp_path):
+    """HSDP, and its resume to the last bit."""
+    replicas = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+    settings = {"total_batch_size": 256, "micro_batch_size": 1, "save_every": 4, "eval_every": 4}
+
+    def trained(name, path, **changes):
+        config = tiny(name, optimizer=optimizer, **settings, **changes)
+        flags = ("--config_file", path, "tests/fsdp_script.py", *as_flags(config))
+        done = launch(*flags, config="8xa100_fsdp2", processes=4)
+        assert "sharded by FSDP2" in done.stdout
+        return metrics(tmp_path / name)
+
+    expected = trained("shards", written(tmp_path))
+    path = written(tmp_path, **replicas)
+    assert read_launch(str(path)).shards == 2
+    found = trained("replicas", path)
+    assert losses(found) == pytest.approx(losses(expected), abs=1e-5)
+    assert found[-1]["val/loss"] == pytest.approx(expected[-1]["val/loss"], abs=1e-5)
+    checkpoint = str(tmp_path / "replicas/checkpoint-4")
+    assert losses(trained("resumed", path, resume_from=checkpoint)) == losses(found)[4:]
