@@ -95,7 +95,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
         return digest(folder / "adapter/adapter_model.safetensors")
 
     trained(0, tmp_path / "whole")
-    for number in killed_before_each(trained, times(60, 4 if lora else 1)):
+    for number in killed_before_each(trained, times(60, 8 if lora else 1)):
         folder = tmp_path / f"killed-{number}"
         whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert whole, "a checkpoint was lost"
