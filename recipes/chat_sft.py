@@ -29,6 +29,8 @@ EPOCHS, MOST_EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 20, 900, 0.1
 UPDATES_PER_EPOCH = 300
 # The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
+# Of full fine-tuning's rate (Schulman et al., 2025, LoRA Without Regret, thinkingmachines.ai/blog/lora).
+LORA_RATE = 10
 LONGEST_WINDOW, MICRO_BATCH, LARGEST_BATCH = 1024, 8192, 65536  # tokens
 LONGEST_INTERVAL = 250  # updates between evaluations
 
@@ -176,7 +178,8 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
         config.max_steps, config.epochs = max(1, round(epochs * epoch)), None
     steps = config.max_steps
     default("warmup_steps", round(WARMUP_SHARE * steps))
-    default("learning_rate", float(f"{RATE_TIMES_WIDTH / width:.2g}"))
+    rate = RATE_TIMES_WIDTH / width * (LORA_RATE if config.lora else 1)
+    default("learning_rate", float(f"{rate:.2g}"))
     parts = math.ceil(epoch / LONGEST_INTERVAL)  # of a long epoch
     every = default("eval_every", math.ceil(epoch / parts))
     default("sample_every", max(every, math.ceil(steps / EPOCHS)))

@@ -86,6 +86,8 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     assert config.total_batch_size // 512 == expected[0] and f"{expected[1]:,} updates of" in line
     assert (config.max_steps, config.warmup_steps, config.eval_every) == expected[1:]
     assert config.learning_rate == 0.0031 and config.batch_schedule(processes)
+    adapter = recipe.ChatSFT(lora=16)
+    assert "learning rate 0.031," in recipe.fit_to_data(adapter, 128, processes)
     given = {"total_batch_size": 8192, "max_steps": 7, "warmup_steps": 3, "learning_rate": 0.1}
     given |= {"eval_every": 0, "sample_every": 2, "save_every": 5, "micro_batch_size": 3}
     config = recipe.ChatSFT(**given)
