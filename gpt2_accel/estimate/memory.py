@@ -51,8 +51,9 @@ class Launch:
 def shard_count(processes: int, is_fsdp2: bool) -> int:
     """Returns over how many processes of this launch FSDP2 shards the model, those of a replica; 1
     without it."""
-    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
-    return processes // replicas if is_fsdp2 else 1
+    if not is_fsdp2:
+        return 1
+    return processes // int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
 
 
 def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> dict[str, int]:
@@ -63,13 +64,14 @@ def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> d
     sizes = {False: 0, True: 0}
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.nbytes // shards
-    moments = 2 * sizes[True]
+    trained = sizes[True]
+    moments = 2 * trained
     for _, parameter in hidden_matrices(model) if config.optimizer == "muon" else []:
         moments -= parameter.requires_grad * parameter.nbytes // shards
     return {
         f"frozen {config.dtype} weights": sizes[False],
-        "adapter" if config.lora else "weights": sizes[True],
-        "gradients": sizes[True],
+        "adapter" if config.lora else "weights": trained,
+        "gradients": trained,
         "optimizer": moments,
     }
 

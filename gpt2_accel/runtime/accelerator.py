@@ -39,7 +39,7 @@ USED = """
     fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
     parallelism_config parallelism_config_dp_shard_size parallelism_config_dp_replicate_size
 """
-# No effect, or only with another field that is refused, such as a TPU as `distributed_type`:
+# No effect, or only with a field that is refused, or with a TPU, which the launcher refuses without torch_xla:
 HARMLESS = """
     main_training_function downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
     tpu_env command_file commands fp8_config deepspeed_config megatron_lm_config
@@ -77,8 +77,9 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     for name, (allowed, fix) in REFUSED.items():
         value = os.environ.get(name, allowed.split()[0])
         if value.lower() not in allowed.split():
-            field = name.removeprefix("ACCELERATE_").lower()
-            raise ValueError(f"the Accelerate config has {field} {value}: {fix}")
+            raise ValueError(
+                f"the Accelerate config has {name.removeprefix('ACCELERATE_').lower()} {value}: {fix}"
+            )
     # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
     if not names & os.environ.keys():
@@ -95,8 +96,6 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         raise ValueError(f"the Accelerate config cannot be used here: {error}") from error
     if accelerator.mixed_precision == "fp16" and accelerator.scaler is None:
         raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
-    if accelerator.distributed_type == DistributedType.XLA:
-        raise ValueError("TPUs are not supported: train on GPUs or a CPU")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
