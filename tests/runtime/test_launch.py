@@ -291,7 +291,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys,
         return capsys.readouterr().out
 
     whole, sharded = said("8xa100"), said("8xa100-fsdp2")
-    assert "processes     8, bf16\n" in whole and "per device of 80 GB:" in whole
+    assert "processes     8, bf16\n" in whole and "per device of 80.0GB:" in whole
     assert "micro_batch_size 2 in place of 4: each process" in whole
     assert "processes     8, bf16, sharded by FSDP2\n" in sharded
     assert "processes     16, bf16\n" in said("2x8xa100")
