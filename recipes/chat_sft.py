@@ -29,7 +29,7 @@ EPOCHS, MOST_EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 20, 900, 0.1
 UPDATES_PER_EPOCH = 300
 # The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
-# Of full fine-tuning's rate (Schulman et al., 2025, LoRA Without Regret, thinkingmachines.ai/blog/lora).
+# Times the rate of full fine-tuning (Schulman et al., 2025, LoRA Without Regret; measured in docs/chat.md).
 LORA_RATE = 10
 LONGEST_WINDOW, MICRO_BATCH, LARGEST_BATCH = 1024, 8192, 65536  # tokens
 LONGEST_INTERVAL = 250  # updates between evaluations
