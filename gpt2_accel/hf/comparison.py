@@ -7,9 +7,10 @@ A model that differs, or whose tensors `transformers` does not have, is saved un
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gpt2_accel.hf.any_model import open_class
 from gpt2_accel.hf.convert import HEAD, hf_config, save_pretrained, special_ids, to_hf
@@ -44,7 +45,7 @@ class ModelFiles:
         training: Training | None = None,
         name: str | None = None,
     ) -> None:
-        """Writes the directory of a model in host memory, in fp32. Compares the logits the first time, and before if the
+        """Writes the directory of a model in host memory. Compares the logits the first time, and before if the
         tensors already tell.
 
         Raises the errors of `save_pretrained`."""
@@ -88,13 +89,13 @@ def unknown_tensors(model: LanguageModel) -> str:
 
 @torch.no_grad()
 def difference(model: LanguageModel, directory: Path) -> float:
-    """Returns the largest difference between the logits of a model, in fp32 on the CPU, and those that `transformers`
-    computes from its directory, in units of their standard deviation. The document mask is left out: it is a setting of
-    training.
+    """Returns the largest difference between the logits of a model on the CPU and those that `transformers` computes
+    from its directory, in units of their standard deviation. Both compute in fp32. The document mask is left out: it
+    is a setting of training.
 
     Both models are compared twice, the second time with all weights an eighth as large: the activations of a trained model
     are so large that another epsilon of a norm is hardly visible in its logits."""
-    theirs = open_class(directory).eval()
+    theirs = open_class(directory).eval()  # in fp32: for bf16 it would change the default dtype
     config = model.config
     generator = torch.Generator().manual_seed(0)
     shape = 1, min(TOKENS, config.n_positions)
@@ -102,7 +103,8 @@ def difference(model: LanguageModel, directory: Path) -> float:
     model.separator = None
 
     def compare() -> float:
-        logits = model(input_ids)
+        with ComputeInFp32():
+            logits = model(input_ids)
         return ((logits - theirs(input_ids).logits).abs().max() / logits.std()).item()
 
     with evaluating(model):
@@ -113,6 +115,23 @@ def difference(model: LanguageModel, directory: Path) -> float:
             return max(found, compare())
         finally:
             scale(model, 1 / SMALLER)
+
+
+class ComputeInFp32(TorchFunctionMode):
+    """Inside it, a function of torch gets copies in fp32 of tensors in bf16, such as weights: only one weight at a time
+    takes the memory of a copy."""
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        named = {name: in_fp32(value) for name, value in (kwargs or {}).items()}
+        return function(*map(in_fp32, args), **named)
+
+
+def in_fp32(value: Any) -> Any:
+    """Returns a tensor in bf16 as fp32, and any other value unchanged."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+    return value.float() if is_half else value
 
 
 def scale(model: torch.nn.Module, factor: float) -> None:

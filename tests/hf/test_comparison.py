@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import losses, reset_accelerate, run, tiny_config
+from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, from_pretrained, save_pretrained
 from gpt2_accel.config import ARCHITECTURES
@@ -76,13 +77,13 @@ def fresh_and_trained(data_dir, tmp_path_factory):
     return train_one
 
 
-@pytest.mark.parametrize("updates", [0, 300])
+@pytest.mark.parametrize(("updates", "dtype"), [(0, torch.bfloat16), (300, torch.float32)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("change", [None, squared, epsilon, residual, reversed_positions, soft_cap])
 def test_a_model_that_differs_a_little_is_found(
-    change, architecture, updates, fresh_and_trained, tmp_path
+    change, architecture, updates, dtype, fresh_and_trained, tmp_path
 ):
-    model = from_pretrained(fresh_and_trained(architecture)[updates])
+    model = from_pretrained(fresh_and_trained(architecture)[updates]).to(dtype)
     before = copy.deepcopy(model.state_dict())
     if change is not None:
         change(model)
@@ -122,3 +123,10 @@ def test_the_final_model_is_compared_again(tiny, tmp_path, monkeypatch, capsys):
 def test_settings_of_training_are_no_difference(tiny, tmp_path):
     run(tiny(max_steps=2, dropout=0.3, document_mask=True))
     assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == "gpt2"
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
+def test_a_model_trained_in_bf16_opens_in_transformers(architecture, tiny, tmp_path):
+    run(tiny(max_steps=2, architecture=architecture, dtype="bfloat16"))
+    assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == architecture
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
