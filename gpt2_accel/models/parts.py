@@ -197,6 +197,11 @@ def head_loss(
     if z_loss and reduction == "none":
         raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")
     x, flat = x.flatten(0, 1), targets.flatten()
+    counts = flat != -100
+    # In chat most targets are ignored. A GPU would have to wait for their number.
+    chosen = can_be_read(counts) and not counts.all()
+    if chosen:
+        x, flat = x[counts], flat[counts]
     if cross_entropy.applies(x, weight):
         loss = cross_entropy.linear_cross_entropy(
             x,
@@ -207,13 +212,25 @@ def head_loss(
             z_loss=z_loss,
             soft_cap=soft_cap,
         )
-        return loss.view_as(targets) if reduction == "none" else loss
-    # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
-    # softmax without another copy of the logits.
-    bias = x.new_zeros(len(weight))
-    bias[vocab_size:] = -math.inf
-    logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
-    return logits_loss(logits, targets, reduction, z_loss)
+    else:
+        # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
+        # softmax without another copy of the logits.
+        bias = x.new_zeros(len(weight))
+        bias[vocab_size:] = -math.inf
+        logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
+        loss = logits_loss(logits, flat, reduction, z_loss)
+    if reduction != "none":
+        return loss
+    if chosen:
+        loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
+    return loss.view_as(targets)
+
+
+def can_be_read(tensor: torch.Tensor) -> bool:
+    """Whether the host can read a tensor's values without waiting for a device: not while the
+    compiler or a `FakeTensorMode` traces."""
+    traced = torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
+    return tensor.device.type == "cpu" and not traced
 
 
 def logits_loss(

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.models.gpt2 import SIZES
@@ -28,6 +29,19 @@ def test_loss_is_the_cross_entropy_of_the_logits_and_ignores_minus_100():
     assert logits.shape == (4, 16, 100)
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(input_ids, targets), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_positions_cost_no_product_with_the_vocabulary(reduction):
+    model = GPT(GPTConfig(**TINY))
+    input_ids, targets = torch.randint(0, 100, (2, 4, 16))
+    flops = []
+    for ignored in (16, 4):
+        targets[:, ignored:] = -100
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids, targets, reduction=reduction).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] - flops[1] == 48 * 6 * 128 * 32  # 12 of 16 positions of 4 rows
 
 
 def test_vocabulary_padding_gets_no_gradient():
