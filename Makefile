@@ -55,6 +55,7 @@ test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, com
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
 	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby
 	$(BIN)/python benchmarks/shakespeare.py
+	$(BIN)/python benchmarks/chat.py quickstart smollm2
 	$(BIN)/python benchmarks/table.py
 
 GPU_tests := benchmarks/gpu_checks.py

@@ -27,6 +27,14 @@ class Job:
     data_dir: str = ""
     warmup: int = 2  # updates before the first turn
 
+    recipe: str = ""  # of chat.py: this and the next five
+    model: str = ""  # directory
+    data: str = ""  # file of conversations or pairs
+    length: int = 0  # tokens of a window, or of an answer with its prompt
+    targets: int = 0  # tokens of an update that count in the loss
+    lora: int = 0
+    packed: bool = False  # TRL's windows are packed
+
     accumulation: int = 1
     optimizer: str = "nanogpt"  # "nanogpt", "slow" or "toolkit"
     hand_attention: bool = False  # this and the next two: see `reference_model.py`
@@ -45,8 +53,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update."""
-        return self.batch_size * self.shape["n_positions"] * self.accumulation
+        """Tokens of an update: those that count, if their number is given."""
+        return self.targets or self.batch_size * self.shape["n_positions"] * self.accumulation
 
 
 class Process:
@@ -64,7 +72,7 @@ class Process:
         command = [sys.executable, *(launcher if processes > 1 else []), *worker]
         # The job names its precision and compilation. HF's Trainer reads Accelerate's variables too.
         env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-        if job.kind == "toolkit":
+        if job.kind in ("toolkit", "chat_recipe"):
             env["ACCELERATE_MIXED_PRECISION"] = job.precision
             env["ACCELERATE_DYNAMO_BACKEND"] = "inductor" if job.compile else "no"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

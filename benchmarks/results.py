@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from gpt2_accel import __version__
 from gpt2_accel.runtime.files import write_json
+from gpt2_accel.runtime.metadata import git_commit
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,11 +21,19 @@ def kind() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def machine() -> dict[str, str | int]:
-    """Returns the device, threads, torch version and date of a measurement."""
+def machine() -> dict[str, str | int | None]:
+    """Returns the device, threads, torch version and date of a measurement, and the package's version
+    and commit."""
     device = torch.cuda.get_device_name() if kind() == "cuda" else processor()
     threads, date = torch.get_num_threads(), datetime.date.today().isoformat()
-    return {"device": device, "threads": threads, "torch": torch.__version__, "date": date}
+    return {
+        "device": device,
+        "threads": threads,
+        "torch": torch.__version__,
+        "date": date,
+        "version": __version__,
+        "commit": git_commit(),
+    }
 
 
 def processor() -> str:

@@ -19,6 +19,7 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "setting": ("setting", 1, ""),
     "time": ("seconds", 1, ",.1f"),
     "tokens_per_second": ("tokens/s", 1, ",.0f"),
+    "targets_per_second": ("counted tokens/s", 1, ",.0f"),
     "memory": ("peak memory, GiB", 2**-30, ".2f"),
     "speed_up": ("speed-up over it", 1, ".2f"),
     "memory_ratio": ("memory relative to it", 1, ".2f"),

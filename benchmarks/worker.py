@@ -6,6 +6,7 @@ a line of JSON on stdout. It ends when it is killed. Of several processes the fi
 
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -156,7 +157,81 @@ def matmul(job: Job, folder: str, gate: Gate) -> None:
         gate(flops=2 * size**3 / min(seconds))
 
 
-KINDS = {kind.__name__: kind for kind in (toolkit, hf_trainer, loop, matmul)}
+def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
+    """`chat_sft.py` or `chat_dpo.py`, by its command line."""
+    flags = {
+        "model": job.model,
+        "data": job.data,
+        "output_dir": folder,
+        "micro_batch_size": job.batch_size,
+        "learning_rate": LEARNING_RATE,
+        "beta2": BETA2,
+        "lora": job.lora,
+        "max_steps": ENDLESS,
+        **dict.fromkeys(("eval_every", "sample_every", "save_every"), 0),
+    }
+    if job.recipe == "chat_dpo":
+        flags |= {"batch_size": job.batch_size}
+    else:
+        flags |= {"sequence_length": job.length, "total_batch_size": job.batch_size * job.length}
+    script = Path(__file__).parent.parent / f"recipes/{job.recipe}.py"
+    sys.argv = [str(script)]
+    for name, value in flags.items():
+        sys.argv += [f"--{name}", str(value)]
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
+    """TRL's `SFTTrainer`, with PEFT for LoRA, or its `DPOTrainer`."""
+    import trl
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    arguments = {
+        "output_dir": folder,
+        "use_cpu": DEVICE.type == "cpu",
+        "bf16": False,
+        "gradient_checkpointing": False,  # by default it computes each forward twice
+        "per_device_train_batch_size": job.batch_size,
+        "max_length": job.length,
+        "max_steps": ENDLESS,
+        "learning_rate": LEARNING_RATE,
+        "adam_beta2": BETA2,
+        "weight_decay": 0.1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    trainer, options = trl.DPOTrainer, {}
+    if job.recipe == "chat_dpo":
+        # The reference's log-probabilities are computed before the first update, as by `chat_dpo.py`.
+        settings = trl.DPOConfig(**arguments, beta=0.5, precompute_ref_log_probs=True)
+    else:
+        trainer = trl.SFTTrainer
+        settings = trl.SFTConfig(**arguments, assistant_only_loss=True, packing=job.packed)
+    if job.lora:
+        options["peft_config"] = LoraConfig(
+            r=job.lora,
+            lora_alpha=8,
+            lora_dropout=0.0,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    trainer(
+        AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
+        args=settings,
+        train_dataset=load_dataset("json", data_files=job.data, split="train"),
+        processing_class=AutoTokenizer.from_pretrained(job.model),
+        **options,
+    ).train()
+
+
+KINDS = {
+    kind.__name__: kind for kind in (toolkit, hf_trainer, loop, matmul, chat_recipe, trl_trainer)
+}
 
 
 def main() -> None:

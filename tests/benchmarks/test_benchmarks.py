@@ -4,11 +4,13 @@ import re
 import shutil
 import sys
 
+import pytest
 from conftest import long, refused
 from launching import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
+import chat
 import measure
 import table
 from processes import Job
@@ -33,6 +35,22 @@ def test_every_contestant_has_a_row_that_follows_from_its_seconds(monkeypatch):
     assert 0 < found["rows"][0]["mfu"]["median"] < 1
     shown = table.table(found)
     assert shown.startswith("tiny, 2 rounds; gpt2_accel reaches ") and shown.count("\n") == 7
+
+
+@long
+def test_chat_and_trl_make_updates_of_equally_many_targets(monkeypatch, tmp_path):
+    pytest.importorskip("trl")
+    flags = ["chat.py", "quickstart", "--rounds", "1", "--updates", "1", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", flags)
+    chat.main()
+    [found] = read_results("chat_quickstart", tmp_path)
+    assert [row["name"] for row in found["rows"]] == [
+        *("chat_sft", "SFTTrainer, packed", "SFTTrainer, padded"),
+        *("chat_sft --lora 16", "SFTTrainer, packed", "SFTTrainer, padded"),
+        *("chat_dpo", "DPOTrainer"),
+    ]
+    targets = [row["targets_per_second"]["median"] * row["seconds"][0] for row in found["rows"]]
+    assert targets[0] == targets[1] == targets[3] and min(targets) > 100
 
 
 def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monkeypatch):

@@ -1,0 +1,181 @@
+"""Measures fine-tuning on conversations beside TRL's trainers.
+
+    python benchmarks/chat.py quickstart smollm2
+
+Three pairs of contestants for each model: `chat_sft.py` and `SFTTrainer`, with LoRA too, and `chat_dpo.py` and
+`DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the same conversations or pairs. An update has
+the same number of tokens that count in the loss, on average. `SFTTrainer` is measured with packed windows, and with a
+padded batch of conversations.
+
+- quickstart: the quickstart's model. A window has its 128 positions.
+- smollm2: a Llama of SmolLM2-135M's proportions: half its width, 8 of its 30 layers, and as large a vocabulary as gives the
+  head SmolLM2's share of the parameters. A window has 128 tokens.
+
+The weights are random and the tokenizer is a small BPE: neither changes the speed. `benchmarks/table.py` prints the results.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from measure import compete, rows
+from processes import Job
+from results import RESULTS, write_result
+
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.data.conversations import prepare_conversations
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.tokenizer import train_bpe
+
+sys.path.append(str(Path(__file__).parent.parent / "recipes"))
+
+from python_conversations import documented, talks
+
+QUICKSTART = {"n_positions": 128, "n_layer": 2, "n_head": 2, "n_embd": 128}
+SMOLLM2 = {
+    "vocab_size": 8192,
+    "hidden_size": 288,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+BPE = 4096
+REPEATS = 12  # conversations that each question comes in
+PAIRS = 200  # fewer than questions: both compute the reference's log-probabilities of all before the first update
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured with a model: tokens of a window, windows and pairs of an update, and updates of a turn."""
+
+    title: str
+    length: int
+    windows: int
+    pairs: int
+    updates: int
+
+
+SETUPS = {
+    "quickstart": Setup("The quickstart's model", 128, 8, 8, 20),
+    "smollm2": Setup("SmolLM2-135M's proportions, 9.4M parameters", 128, 2, 2, 10),
+}
+
+
+def write_model(name: str, folder: Path, texts: Sequence[str]) -> None:
+    """Writes a chat model with random weights and a BPE trained on the texts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    base = folder / "base"
+    tokenizer = train_bpe(texts, BPE)
+    save_pretrained(GPT(GPTConfig(len(tokenizer), **QUICKSTART)), base, tokenizer)
+    tokenizer = chat_tokenizer(base)
+    if name == "quickstart":
+        model = GPT(GPTConfig(len(tokenizer), **QUICKSTART))
+        save_pretrained(model, folder / "model", tokenizer)
+    else:
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        LlamaForCausalLM(LlamaConfig(**SMOLLM2, **ids)).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+
+
+def write_rows(folder: Path) -> list[str]:
+    """Writes the files of conversations and pairs about Python's library; returns the texts of all messages."""
+    draw = random.Random(0)
+    asked = [(f"What does {name} do?", answer) for name, (answer, _) in documented().items()]
+    chats = [row for _ in range(REPEATS) for row in talks(asked, draw)]
+    pairs = []
+    for question, answer in asked[:PAIRS]:
+        other = draw.choice(asked)[1]
+        turn = {"chosen": answer, "rejected": other}
+        pair = {kind: [{"role": "assistant", "content": text}] for kind, text in turn.items()}
+        if answer != other:
+            pairs.append({"prompt": [{"role": "user", "content": question}], **pair})
+    for name, lines in {"chats": chats, "pairs": pairs}.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+    return [message["content"] for row in chats for message in row["messages"]]
+
+
+def counted(folder: Path, setup: Setup, pairs: bool) -> tuple[float, float]:
+    """Returns the mean number of targets, and of conversations, of a window or a pair."""
+    data = folder / ("pairs" if pairs else "chats")
+    prepare_conversations(
+        [f"{data}.jsonl"],
+        chat_tokenizer(folder / "model"),
+        data,
+        sequence_length=setup.length,
+        pairs=pairs,
+        source="chat.py",
+        model=str(folder / "model"),
+    )
+    train = read_manifest(data)["splits"]["train"]
+    windows = train["tokens"] / read_manifest(data)["sequence_length"]
+    return train["counted"] / windows, train["documents"] / windows
+
+
+def contests(folder: Path, setup: Setup) -> list[list[Job]]:
+    """Returns the contestants of fine-tuning, of LoRA and of preference training; the first of each is this package's."""
+    found = []
+    model = str(folder / "model")
+    targets, conversations = counted(folder, setup, pairs=False)
+    same = {"length": setup.length, "targets": round(setup.windows * targets), "model": model}
+    own = Job(
+        "chat_sft", "chat_recipe", **same, recipe="chat_sft", data=str(folder / "chats.jsonl")
+    )
+    own = replace(own, batch_size=setup.windows)
+    for lora in (0, 16):
+        ours = replace(own, name="chat_sft" + " --lora 16" * bool(lora), lora=lora)
+        packed = replace(ours, name="SFTTrainer, packed", kind="trl_trainer", packed=True)
+        batch_size = round(setup.windows * conversations)
+        padded = replace(packed, name="SFTTrainer, padded", packed=False, batch_size=batch_size)
+        found.append([ours, packed, padded])
+    targets, _ = counted(folder, setup, pairs=True)
+    same["targets"] = round(setup.pairs * targets)
+    ours = Job(
+        "chat_dpo", "chat_recipe", **same, recipe="chat_dpo", data=str(folder / "pairs.jsonl")
+    )
+    ours = replace(ours, batch_size=setup.pairs)
+    found.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", choices=SETUPS, metavar="NAME", help=", ".join(SETUPS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, help="of a turn, in place of the model's own")
+    parser.add_argument("--results", default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    for name in options.names:
+        setup, found = SETUPS[name], []
+        updates = options.updates or setup.updates
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            write_model(name, folder, write_rows(folder))
+            for number, jobs in enumerate(contests(folder, setup)):
+                replies = compete(jobs, options.rounds, updates, folder / f"runs{number}")
+                found += rows(jobs, replies, updates)
+        for row in found:
+            row["targets_per_second"] = row.pop("tokens_per_second")
+        title = f"{setup.title}, {setup.windows} x {setup.length} tokens or {setup.pairs} pairs per update"
+        figures = {"title": f"{title}, {options.rounds} rounds", "rows": found}
+        write_result(f"chat_{name}", figures, options.results)
+
+
+if __name__ == "__main__":
+    main()
