@@ -7,7 +7,7 @@ Data: a file of conversations, which are packed into windows in the run's folder
 `prepare_data.py chat` wrote. Only what the assistant writes counts in the loss, and the token that ends its turn.
 Attention stays inside a conversation.
 Batch, updates, learning rate and intervals follow from the data and the model, see `fit_to_data`, and are printed; what
-you give wins. docs/chat.md has the grids behind them, on 20, 400 and 5,000 conversations.
+you give wins. docs/chat.md names the grids behind them.
 Expected: answers that end by themselves. A model of 124M answers in whole sentences, and knows little.
 """
 

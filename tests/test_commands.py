@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import chat_rows, load_recipe, make_text, write_lines
+from conftest import load_recipe, make_text, write_lines
 from launching import ROOT, forked, free_port, launched
 
 from gpt2_accel.cli.command import run as run_program
@@ -75,30 +75,6 @@ LOCAL = {
     ),
     "python recipes/export.py --model runs/quickstart --output quickstart.gguf": "",
     "python recipes/export.py --model runs/quickstart --average 2 --output runs/average": "",
-    "python recipes/chat_sft.py --model runs/quickstart --data my_chats.jsonl": CHAT,
-    "python recipes/prepare_data.py chat HuggingFaceTB/smoltalk --config all --model "
-    "openai-community/gpt2 --sequence_length 1024 --data_dir data/smoltalk": (
-        "--model runs/quickstart --sequence_length 128"
-    ),
-    "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_sft.py --data_dir "
-    "data/smoltalk --output_dir runs/smoltalk": f"{CHAT} --total_batch_size 1024",
-    "python recipes/prepare_data.py chat my_chats.jsonl --model runs/quickstart --sequence_length 128 "
-    "--data_dir data/chat": "",
-    "python recipes/prepare_data.py text my_texts/ --tokenizer data/chat/tokenizer --data_dir "
-    "data/my_texts": "--workers 1",
-    "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
-    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
-    "data/chat_and_text --output_dir runs/chat_and_text": CHAT,
-    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --batch_size 4 "
-    "--learning_rate 1e-5": "--max_steps 4 --sample_every 0",
-    "python recipes/prepare_data.py chat HuggingFaceH4/ultrafeedback_binarized --split train_prefs --pairs "
-    "--model runs/smoltalk --sequence_length 1024 --data_dir data/ultrafeedback": "--model runs/chat_sft --sequence_length 64 --split train",
-    "accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir "
-    "data/ultrafeedback --output_dir runs/ultrafeedback": (
-        "--batch_size 4 --max_steps 4 --sample_every 0"
-    ),
-    "python recipes/evaluate.py --model runs/chat_sft --tasks chat --data my_questions.jsonl --data_dir "
-    "data/chat": "--limit 2 --eval_tokens 256",
 }
 PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
@@ -118,6 +94,21 @@ ON_HUB = {
     "python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME": "",
     "accelerate launch recipes/evaluate.py --tasks hellaswag --data_dir data/openwebtext --model "
     f"{' '.join(BASELINES)}": "--limit 2 --eval_tokens 256",
+    "python recipes/prepare_data.py chat my_chats.jsonl --model HuggingFaceTB/SmolLM2-135M "
+    "--sequence_length 128 --data_dir data/chat": "",
+    "python recipes/chat_sft.py --data_dir data/chat": CHAT,
+    "python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl --batch_size 4 --epochs 10 "
+    "--learning_rate 1e-5": "--epochs 0.2 --sample_every 0",
+    "python recipes/sample.py --model runs/chat_dpo --chat true --prompt 'What is the capital of "
+    "France?'": "--max_new_tokens 3",
+    "python recipes/push_to_hub.py --model runs/chat_dpo --repo_id USER/NAME": "",
+    "python recipes/prepare_data.py text my_texts/ --tokenizer data/chat/tokenizer --data_dir "
+    "data/my_texts": "--workers 1",
+    "python recipes/prepare_data.py mix data/chat=0.8 data/my_texts=0.2 --data_dir data/chat_and_text": "",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/chat_sft.py --data_dir "
+    "data/chat_and_text --output_dir runs/chat_and_text": CHAT,
+    "python recipes/evaluate.py --model runs/chat_sft --tasks chat --data my_questions.jsonl --data_dir "
+    "data/chat": "--limit 2 --eval_tokens 256",
 }
 SERVERS = (
     "transformers serve runs/quickstart --port 8000",
@@ -148,11 +139,9 @@ NOT_RUN = {
     ),
     "make quickstart": "installs, and trains for two minutes",
     "make chat": "trains for five minutes; tests/recipes/test_talking.py runs its parts",
-    "python recipes/sample.py --model runs/chat_sft --chat true": "tests/recipes/test_talking.py does",
     "python recipes/sample.py --model runs/moe --model_class recipes/changes/moe.py:MoE": (
         "tests/recipes/test_changes.py does"
     ),
-    "python recipes/demo.py --model runs/chat_sft": "tests/recipes/test_demo.py does",
     "python recipes/demo.py --model runs/chat_python": "tests/recipes/test_demo.py does",
     "git clone ADDRESS mine && cd mine": "needs the repository's address",
     "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py "
@@ -180,7 +169,6 @@ NOT_RUN = {
         "tests/tools/study/test_scaling.py does"
     ),
     "pip install 'transformers[serving]>=5.17'": "installs",
-    "pip install 'trl>=1.16' 'peft>=0.20'": "installs",
     "pip install 'gguf>=0.17'": "installs",
     "pip install 'optimum-onnx[onnxruntime]'": "installs",
     "optimum-cli export onnx --model runs/quickstart --task text-generation quickstart_onnx": (
@@ -275,20 +263,7 @@ def prepare_folder(folder: Path) -> None:
         rows = [text[:200] for text in texts] * 60 + [f"Held out: 817. {texts[0]}"]
         table = pyarrow.table({"text": rows})
         pyarrow.parquet.write_table(table, folder / name / "train.parquet")
-    write_lines(folder / "my_chats.jsonl", chat_rows(40))
     write_lines(folder / "my_questions.jsonl", [{"prompt": "Why?", "answer": "So."}] * 2)
-    (folder / "HuggingFaceTB/smoltalk").mkdir(parents=True)
-    write_lines(folder / "HuggingFaceTB/smoltalk/train.jsonl", chat_rows(40))
-    folder_of_pairs = folder / "HuggingFaceH4/ultrafeedback_binarized"
-    folder_of_pairs.mkdir(parents=True)
-    pairs = []
-    for question, answer in (row["messages"] for row in chat_rows(40)):
-        texts = {"chosen": answer["content"], "rejected": "I don't know."}
-        pairs.append({"prompt": question["content"], **texts})
-    write_lines(folder / "pairs.jsonl", pairs)
-    write_lines(folder_of_pairs / "train.jsonl", pairs)
-    configs = "---\nconfigs:\n- config_name: all\n  data_files: train.jsonl\n---\n"
-    (folder / "HuggingFaceTB/smoltalk/README.md").write_text(configs)
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
     (folder / "data/python_stdlib").symlink_to("mine")
     (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")

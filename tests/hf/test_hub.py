@@ -28,15 +28,18 @@ from conftest import (
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard
-from launching import python
+from launching import ROOT, python
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
+from gpt2_accel import save_pretrained
 from gpt2_accel.callbacks import Pushes
 from gpt2_accel.checkpoint.find import named_checkpoint
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
+from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.runtime import signals
+from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/name"
@@ -135,7 +138,7 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
             assert b"\n![Loss](loss.png)\n" in content["README.md"]
 
 
-def test_the_readmes_hub_commands_work(user, tmp_path):
+def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch):
     server, command = user
     prepare_folder(tmp_path)
     prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
@@ -145,6 +148,13 @@ def test_the_readmes_hub_commands_work(user, tmp_path):
     questions.to_parquet(tmp_path / "table.parquet")
     files = {FILE: (tmp_path / "table.parquet").read_bytes()}
     server.repos[HELLASWAG] = {"commits": [("a" * 40, files)]}
+    shape = LlamaConfig(257, 128, 1, 2, n_kv_head=1, head_dim=8, n_embd=16, n_inner=32)
+    save_pretrained(shape.build(), tmp_path / "base", byte_tokenizer())
+    files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
+    server.repos["HuggingFaceTB/SmolLM2-135M"] = {"commits": [("b" * 40, files)]}
+    page = (ROOT / "docs/chat.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(page.split("```python\n")[1].split("```")[0])  # writes the conversations and the pairs
     for line, flags in ON_HUB.items():
         command(line, flags, start=run_command, cwd=tmp_path)
         if "push_to_hub" in line:
