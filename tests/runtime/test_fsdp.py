@@ -1,10 +1,26 @@
-"""FSDP2 in bf16 is as exact as DDP in bf16."""
+"""FSDP2 in bf16 is as exact as DDP in bf16, and communicates as little as it can."""
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import as_flags, long, losses, metrics, tiny_config
-from launching import launch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from conftest import as_flags, long, losses, metrics, reset_accelerate, tiny_config
+from launching import launch, launch_flags, launched
 from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt2_accel import GPTConfig
+from gpt2_accel.data.loader import Batch
+from gpt2_accel.models.nanochat import NanochatConfig
+from gpt2_accel.optim import build_optimizer
+from gpt2_accel.runtime.accelerator import build_accelerator, prepare
+from gpt2_accel.train import accumulate_gradients, next_token_loss
 
 DDP = ("8xa100", "tests/train_script.py")
 FSDP = ("8xa100_fsdp2", "tests/fsdp_script.py")
@@ -74,3 +90,115 @@ def test_compiled_blocks_give_the_losses_of_eager_ones(trained):
         eager, _ = trained(f"{name}_eager", *how, *EAGER)
         by_block, _ = trained(f"{name}_by_block", *how, *BY_BLOCK)
         assert losses(by_block) == pytest.approx(losses(eager), abs=2e-3)
+
+
+RANKS = 8
+SHAPE = {"vocab_size": 257, "n_positions": 20, "n_layer": 3, "n_head": 2, "n_embd": 24}
+GPT2 = GPTConfig(**SHAPE)
+NANOCHAT = NanochatConfig(**SHAPE, n_kv_head=2, head_dim=12, n_inner=96)
+
+
+@pytest.fixture
+def sharded(monkeypatch):
+    """A function that prepares a model for a rank of the launch of eight GPUs with FSDP2, on the CPU. The other ranks do not
+    exist: collectives of torch's fake process group return at once."""
+
+    def build(config, rank):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        reset_accelerate()
+        flags = launch_flags(*EAGER, "", processes=RANKS, config="8xa100_fsdp2")
+        _, environments = launched(*flags)
+        for name, value in environments[rank].items():
+            monkeypatch.setenv(name, value)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        accelerator = build_accelerator()
+        model = config.build()
+        return accelerator, *prepare(accelerator, model, build_optimizer(model, "adamw", lr=1e-3))
+
+    yield build
+    dist.destroy_process_group()
+    reset_accelerate()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of each kind since the last `begin`. torch's `CommDebugMode` fails for a module that a forward
+    calls twice, as nanochat calls its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def begin(self):
+        self.counts.append(Counter())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.counts[-1][func.overloadpacket.__name__.strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(accelerator, model, micro_batches):
+    """Makes the micro-batches of one update as `train` does; returns the number of collectives of each, by kind."""
+    ids = torch.zeros(2, SHAPE["n_positions"], dtype=torch.int64)
+    batches = [Batch(ids, ids, divisor=micro_batches)] * micro_batches
+    loader = SimpleNamespace(
+        micro_batches=lambda sequences: micro_batches, update=lambda first, sequences: batches
+    )
+    with Collectives() as mode:
+        mode.begin()
+        run = SimpleNamespace(
+            model=model,
+            accelerator=accelerator,
+            objective=next_token_loss,
+            interrupted=mode.begin,  # which is called between micro-batches
+            figure_names=lambda others: [],
+            loader=loader,
+        )
+        accumulate_gradients(run, 0, 2 * micro_batches)
+    return mode.counts
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "ignored"),
+    [(GPT2, 2, False), (GPT2, 2, True), (NANOCHAT, 1, False)],  # the last is a norm without weights
+)
+def test_only_the_last_micro_batch_reduces_gradients(sharded, monkeypatch, config, others, ignored):
+    """A unit is gathered and reduced as one: a block, and the `others`, the root and the final norm. Only blocks are gathered
+    again for the backward pass. The second case shows that a
+    loop that ignores `no_sync` is found out."""
+    accelerator, model, optimizer = sharded(config, rank=0)
+    if ignored:
+        monkeypatch.setattr(accelerator, "no_sync", lambda model: nullcontext())
+    units = config.n_layer + others
+    gathers = {"allgather_base": units + config.n_layer}
+    last = gathers | {"reduce_scatter_base": units}
+    earlier = last if ignored else gathers
+    assert collectives(accelerator, model, 4) == [earlier, earlier, earlier, last]
+    # An update changes nothing of that.
+    optimizer.step()
+    optimizer.zero_grad()
+    assert collectives(accelerator, model, 2) == [earlier, last]
+
+
+def test_the_ranks_hold_equal_shares_of_rows(sharded):
+    """Weights, gradients and AdamW's moments are fp32 shards of rows. The last ranks hold fewer of 20 positions."""
+    sizes = {name: p.shape for name, p in GPT2.build().named_parameters()}
+    held = Counter()
+    for rank in range(RANKS):
+        accelerator, model, optimizer = sharded(GPT2, rank)
+        collectives(accelerator, model, 1)
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            share = -(-sizes[name][0] // RANKS)
+            rows = min(share, max(0, sizes[name][0] - rank * share))
+            for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+                assert tensor.shape == sizes[name]
+                local = tensor.to_local()
+                assert local.shape == (rows, *sizes[name][1:])
+                assert local.dtype == torch.float32
+            held[name] += rows
+    assert held == {name: size[0] for name, size in sizes.items()}
