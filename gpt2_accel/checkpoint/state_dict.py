@@ -198,7 +198,8 @@ class TrainingState:
         `saved`; names and shapes are those of the parameters: the model is the checkpoint's. All
         ranks call it.
 
-        Raises `ValueError` if the state belongs to another optimizer or to weights of another dtype."""
+        Raises `ValueError` if the state belongs to another optimizer, to weights of another dtype, or
+        to another class of the model."""
         if saved["optimizer"] != self.name:
             raise ValueError(
                 f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
@@ -212,7 +213,13 @@ class TrainingState:
         values = saved.get("optimizer_values", {})
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        for name, state in read_states(checkpoint, "optimizer", values.get("state", {})).items():
+        states = read_states(checkpoint, "optimizer", values.get("state", {}))
+        if absent := states.keys() - self.parameters.keys():
+            raise ValueError(
+                f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not have: resume with the "
+                "--attn_implementation of the first run"
+            )
+        for name, state in states.items():
             parameter = self.parameters[name]
             for key, value in state.items():
                 # As torch has it: the kernels read a `step` on the host, unless they are fused.

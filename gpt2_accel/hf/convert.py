@@ -447,6 +447,11 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
     model. Raises `ValueError` for settings that the architecture does not have."""
     name = settings.architecture
     if name in (None, *ARCHITECTURES):
+        if settings.attn_implementation:
+            raise ValueError(
+                "--attn_implementation is for a class of transformers: name a model by --init_from or a config.json by "
+                "--architecture, or leave it out"
+            )
         return config_class(name).from_settings(settings, vocab_size)
     directory = Path(name) if Path(name).is_dir() else hub.download(name, ("config.json",))
     shape = read_config(directory, settings.dropout, settings.attn_implementation)

@@ -144,6 +144,23 @@ def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path):
         run(tiny("other", **settings | {"dtype": "float32"}))
 
 
+def test_another_class_for_the_same_model_is_refused(tiny, tmp_path):
+    """Its parameters have other names, and other shapes."""
+    with refused("--attn_implementation is for a class of transformers"):
+        run(tiny("new", attn_implementation="eager"))
+    start = tmp_path / "start"
+    run(tiny("start", max_steps=1))
+    for attention, other in ((None, "eager"), ("eager", None)):
+        settings = {"init_from": str(start), "max_steps": 1, "attn_implementation": attention}
+        run(tiny(f"{attention}", **settings))
+        settings |= {
+            "resume_from": str(tmp_path / f"{attention}/checkpoint-1"),
+            "attn_implementation": other,
+        }
+        with refused("which the model does not have: resume with the --attn_implementation"):
+            run(tiny("other", **settings))
+
+
 def test_sizes_beside_a_config_are_refused(tmp_path):
     family_model("stablelm").config.save_pretrained(tmp_path)
     flags = ["--architecture", str(tmp_path)]
