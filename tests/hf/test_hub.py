@@ -138,7 +138,7 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
             assert b"\n![Loss](loss.png)\n" in content["README.md"]
 
 
-def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch):
+def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch, capsys):
     server, command = user
     prepare_folder(tmp_path)
     prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
@@ -153,13 +153,16 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch)
     files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     server.repos["HuggingFaceTB/SmolLM2-135M"] = {"commits": [("b" * 40, files)]}
     page = (ROOT / "docs/chat.md").read_text()
+    write_data, use_model = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(page.split("```python\n")[1].split("```")[0])  # writes the conversations and the pairs
+    exec(write_data)
     for line, flags in ON_HUB.items():
         command(line, flags, start=run_command, cwd=tmp_path)
         if "push_to_hub" in line:
             pushed = server.repos["USER/NAME"]
             server.repos |= dict.fromkeys(BASELINES, pushed)
+    exec(use_model)
+    assert "'role': 'assistant'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
