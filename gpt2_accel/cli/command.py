@@ -6,6 +6,7 @@ The process is replaced by the recipe's, or by that of Accelerate's launcher: si
 
 import difflib
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 import gpt2_accel
 from gpt2_accel import cli
-from gpt2_accel.runtime.cores import may_have_gpu
+from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
 from gpt2_accel.runtime.recipe_command import COMMANDS, folder
 
 HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
@@ -24,6 +25,7 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
                           gpt2-accel pretrain-124m --dry_run 8xa100 A100
+  doctor                  print versions, devices and the launch config that fits, for a report
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
 
@@ -69,10 +71,12 @@ def run(words: list[str]) -> None:
         launch(*args)
     elif command == "config":
         print_config(*args)
+    elif command == "doctor":
+        doctor()
     elif is_recipe(command, TRAINED):
         launch(command, *args)
     else:
-        names = [*TRAINED, *COMMANDS, "launch", "config"]
+        names = [*TRAINED, *COMMANDS, "launch", "config", "doctor"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -171,3 +175,28 @@ def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
     if gpus == 1:
         return ["1xgpu" if bf16 else "1xt4-fp16"]
     return ["8xa100" if bf16 else "2xt4-fp16", "--num_processes", str(gpus)]
+
+
+def doctor() -> None:
+    """Prints the versions, the machine, whether runs are compiled, and the launch config that fits."""
+    from gpt2_accel.hf.model_card import installed_versions
+    from gpt2_accel.runtime.device import (
+        accelerator_count,
+        device_name,
+        has_bf16,
+        inductor_problem,
+        launch_device,
+        total_memory,
+    )
+
+    device = launch_device()
+    bf16 = "with" if has_bf16(device) else "without"
+    print(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
+    print(f"{platform.platform()}, {usable_cpus()} CPU cores")
+    print(
+        f"{accelerator_count() or 1} x {device_name(device)}, {total_memory(device) / 1e9:.0f} GB, {bf16} bf16 units"
+    )
+    if device.type == "cpu" and may_have_gpu():
+        print(missing_gpu())
+    print(f"compiled: {inductor_problem(device) or 'yes'}")
+    print(f"launch config: {shlex.join(fitting_launch())}")

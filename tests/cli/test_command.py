@@ -1,5 +1,6 @@
 """The console command `gpt2-accel` and the shipped files: what it starts, prints and refuses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from launching import ROOT
 from gpt2_accel.cli import command
 from gpt2_accel.data.rows import no_column
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.runtime import device, recipe_command
+from gpt2_accel.runtime import cores, device, recipe_command
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
@@ -45,6 +46,23 @@ def test_every_recipe_is_a_command_or_launched(started):
     assert {"quickstart", "pretrain_124m"} <= launched
     for recipe in launched:
         assert "accelerate launch" in (RECIPES / f"{recipe}.py").read_text().split('"""')[1]
+
+
+def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
+    answers = {"total_memory": 80e9, "has_bf16": True, "has_cpp_compiler": False}
+    monkeypatch.setenv(device.OVERRIDES, json.dumps(answers))
+    monkeypatch.setattr(device, "launch_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(command, "may_have_gpu", lambda: True)
+    command.run(["doctor"])
+    versions, machine, *rest = capsys.readouterr().out.splitlines()
+    assert f"torch {torch.__version__}" in versions and "accelerate 1." in versions
+    assert machine.endswith(f"{cores.usable_cpus()} CPU cores")
+    assert rest == [
+        "1 x cpu, 80 GB, with bf16 units",
+        cores.missing_gpu(),
+        "compiled: no C++ compiler found (install g++ or set CXX)",
+        "launch config: cpu",
+    ]
 
 
 def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
