@@ -33,6 +33,20 @@ USUAL_DECAY = {"muon": 0.3, "adamw": 0.1}
 TEXTS = {"data/little_python": 75_426, "data/little_shakespeare": 77_858}
 TEXTS |= {"data/own_python": 243_393, "data/own_shakespeare": 274_527}
 
+# Study -> its setting, and the names of its values, the baseline first.
+NANOGPT_LIST = {
+    "clipping": ("max_grad_norm", {1.0: "clipped at norm 1", 0.0: "never clipped"}),
+    "initialization": (
+        "initialization",
+        {
+            "gpt2": "GPT-2's initial weights",
+            "pytorch": "PyTorch's",
+            "linear": "PyTorch's, but GPT-2's embeddings",
+        },
+    ),
+    "beta2": ("beta2", {value: f"beta2 {value}" for value in (0.95, 0.99, 0.999)}),
+}
+
 
 def read_runs(path: Path) -> pd.DataFrame:
     """Returns the runs of a study's table, with a column for each setting."""
@@ -226,7 +240,23 @@ def architectures(folder: Path) -> str:
     return markdown(heads, rows.values())
 
 
+def nanogpt_list(folder: Path) -> str:
+    """Returns what clipping, the initial weights and AdamW's beta2 do to the loss of nanoGPT's CPU model."""
+    rows = []
+    for study, (setting, names) in NANOGPT_LIST.items():
+        runs = read_runs(folder / f"cpu/{study}.csv")
+        losses = runs.pivot(index="seed", columns=setting, values="loss")
+        base, *others = names
+        rows.append((names[base], plus_minus(losses[base]), "", "baseline"))
+        for value in others:
+            difference = losses[value] - losses[base]
+            verdict = plus_minus(difference, "+.4f"), compare.judge([*difference])
+            rows.append((names[value], plus_minus(losses[value]), *verdict))
+    return markdown(("variant", "loss", "difference", "verdict"), rows)
+
+
 STUDIES = {
+    "nanogpt_list": nanogpt_list,
     "scaling": scaling,
     "rates": rates,
     "widths": widths,

@@ -159,7 +159,13 @@ NOT_RUN = {
     "srun -N 8 python recipes/compare.py STUDY.yaml --output_dir SHARED/STUDY": (
         "tests/tools/study/test_runs.py does, on one machine"
     ),
-    "python recipes/compare.py recipes/studies/learning_rate.yaml": "tests/tools/study/test_runs.py does",
+    **dict.fromkeys(
+        (
+            f"python recipes/compare.py recipes/studies/{name}.yaml"
+            for name in ("learning_rate", "clipping", "initialization", "beta2")
+        ),
+        "tests/tools/study/test_runs.py runs small ones",
+    ),
     "python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14": (
         "tests/tools/study/test_scaling.py does"
     ),
