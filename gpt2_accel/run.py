@@ -258,13 +258,14 @@ class Run:
         The host waits here until the device has done the update. Raises the errors of
         `check_problems`: tokens that a rank could not read are in no update.
         """
-        flags = [self._must_stop(), self._asks_save, self.writer.written is not None]
-        values = [*figures.values(), *flags]
-        kind = {"dtype": torch.float32, "device": self.accelerator.device}
-        own = torch.stack([torch.as_tensor(value, **kind) for value in values])
-        means = self.accelerator.reduce(own, "mean")
+        device = self.accelerator.device
+        flags = self._must_stop(), self._asks_save, self.writer.written is not None
+        # Filled on the device: a copy from the host would be another wait.
+        values = [torch.full((), float(flag), device=device) for flag in flags]
+        values += [value.to(device, torch.float32) for value in figures.values()]
+        means = self.accelerator.reduce(torch.stack(values), "mean")
         together = torch.cat((means, full_tensor(grad_norm)[None]))
-        *found, stop, save, written, norm = together.tolist()
+        stop, save, written, *found, norm = together.tolist()
         self.stopping = stop > 0
         self._save_asked = save > 0
         self._unreported = written > 0

@@ -1,22 +1,21 @@
 """Complete runs in the test process."""
 
 import math
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import losses, refused, run
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import gpt2_accel.train as train_module
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.data.loader import TrainLoader, count_windows, open_split, read_window
+from gpt2_accel.data.loader import count_windows, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.estimate.memory import model_shape
+from gpt2_accel.run import Run
 from gpt2_accel.tokenizer import char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
@@ -35,25 +34,26 @@ def test_each_update_has_random_numbers_of_its_own(tiny, monkeypatch):
     assert len(seeds) >= 5
 
 
-def test_the_processes_reduce_gradients_in_the_last_backward_only(data_dir):
-    reduces, backwards = [True], []
+def test_the_host_copies_no_numbers_for_the_figures_of_an_update(tiny, monkeypatch):
+    """A GPU would have to finish its work before each of these copies."""
+    copies, honest = [], Run.reduce
 
-    @contextmanager
-    def no_sync(model):
-        reduces.append(False)
-        yield
-        reduces.pop()
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.lift_fresh:
+                copies.append(func)
+            return func(*args, **(kwargs or {}))
 
-    accelerator = SimpleNamespace(
-        device="cpu", no_sync=no_sync, backward=lambda loss: backwards.append(reduces[-1])
-    )
-    parts, model = open_split(data_dir, "train"), lambda *_, documents: torch.ones(())
-    loader = TrainLoader(parts, sequence_length=32, micro_batch_size=2, seed=0)
-    run = SimpleNamespace(accelerator=accelerator, model=model, loader=loader)
-    run.objective, run.interrupted = train_module.next_token_loss, lambda: False
-    run.figure_names = sorted
-    assert train_module.accumulate_gradients(run, 0, 8) == {"loss": 1}
-    assert backwards == [False, False, False, True]
+    def reduce(run, figures, grad_norm):
+        with Copies():
+            return honest(run, figures, grad_norm)
+
+    monkeypatch.setattr(Run, "reduce", reduce)
+    run(tiny(max_steps=1))
+    assert copies == []
+    with Copies():
+        torch.as_tensor(1.0)
+    assert len(copies) == 1
 
 
 def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(

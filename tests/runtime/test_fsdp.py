@@ -167,8 +167,7 @@ def collectives(accelerator, model, micro_batches):
 )
 def test_only_the_last_micro_batch_reduces_gradients(sharded, monkeypatch, config, others, ignored):
     """A unit is gathered and reduced as one: a block, and the `others`, the root and the final norm. Only blocks are gathered
-    again for the backward pass. The second case shows that a
-    loop that ignores `no_sync` is found out."""
+    again for the backward pass. The second case shows that a loop that ignores `no_sync` is found out."""
     accelerator, model, optimizer = sharded(config, rank=0)
     if ignored:
         monkeypatch.setattr(accelerator, "no_sync", lambda model: nullcontext())
