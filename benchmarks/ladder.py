@@ -13,9 +13,16 @@ import torch
 from processes import Job, Process
 from results import summary
 
-from gpt2_accel.models.gpt2 import SIZES, GPTConfig
+from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import compute_capability, has_bf16, inductor_problem, launch_device
 
+# n_layer, n_head, n_embd of the four released models, by their Hub name.
+SIZES: dict[str, tuple[int, int, int]] = {
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
 LADDER_SIZES = (*SIZES, "tiny")
 # Signs of a process that ran out of memory: of torch on CUDA, torch on a CPU, Python, and the system.
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "exit code -9")

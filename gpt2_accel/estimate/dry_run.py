@@ -71,7 +71,7 @@ def dry_run(config: TrainConfig) -> str:
     state = state_bytes(config, model, launch.shards)
     memory = state | {"activations": activation_bytes(config, shape, precision, size, logits)}
     needed = sum(memory.values())
-    used = f"; a token uses {shape.matmul_parameters:,}" if shape.sparse else ""
+    used = f"; a token uses {shape.matmul_parameters:,}" if shape.experts_per_token else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",

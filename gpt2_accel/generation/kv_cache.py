@@ -63,8 +63,7 @@ class KVCache:
 class ClassCache(KVCache):
     """A `KVCache` of an `AnyModel`, with the cache of its class.
 
-    A class without a cache reads its rows again for each token, and so does a class that counts positions itself, if rows have
-    padding."""
+    A class without a cache, or that counts positions itself, reads its rows again for each token."""
 
     model: AnyModel
 
@@ -72,26 +71,19 @@ class ClassCache(KVCache):
         self.input_ids: torch.Tensor | None = None
         return self.model.new_cache()
 
-    @property
-    def reads_again(self) -> bool:
-        """Whether each token needs all tokens before it."""
-        counts = "position_ids" not in self.model.accepts
-        return self.layers is None or (counts and bool(self.padding.any()))
-
     def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         self.end += input_ids.shape[1]
-        if self.reads_again:
+        if self.layers is None:
             old = [] if self.input_ids is None else [self.input_ids]
             self.input_ids = torch.cat([*old, input_ids], dim=1)
             rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]
             return torch.cat([self.model(row, logits_to_keep=1)[:, -1] for row in rows])
         places = torch.arange(self.end, device=input_ids.device)
-        mask = places >= self.padding[:, None]
         positions = (places - self.padding[:, None]).clamp(min=0)[:, -input_ids.shape[1] :]
         logits = self.model(
             input_ids,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=places >= self.padding[:, None],
             logits_to_keep=1,
             cache=self.layers,
         )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpt2_accel.checkpoint.find import open_newest
-from gpt2_accel.config import check_ranges, setting
+from gpt2_accel.config import WEIGHT_DTYPES, check_ranges, setting
 from gpt2_accel.generation.kv_cache import cache_of
 from gpt2_accel.hf.convert import from_pretrained
-from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.models import LanguageModel, convert_parameters, evaluating
 from gpt2_accel.runtime.device import best_device
 from gpt2_accel.tokenizer import (
     check_vocabulary,
@@ -30,7 +30,6 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A text to continue, or the messages of a conversation, each with `role` and `content`, which the assistant answers.
 Prompt = str | Sequence[Mapping[str, str]]
 NOT_FINITE = (
@@ -45,19 +44,20 @@ def load(
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
-    a name in `DTYPES`, `model_class` as in `from_pretrained`. Raises `ValueError` for another dtype, and the errors
+    one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. Raises `ValueError` for another dtype, and the errors
     of `open_newest`, which takes `verify`,
     `from_pretrained` and `load_tokenizer`.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
 
     def open_model(directory: str | Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         return from_pretrained(directory, model_class=model_class), load_tokenizer(directory)
 
     model, tokenizer = open_newest(name, open_model, verify)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
-    return model.to(best_device(), DTYPES[dtype]).eval(), tokenizer
+    convert_parameters(model, getattr(torch, dtype))
+    return model.to(best_device()).eval(), tokenizer
 
 
 @dataclass

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gpt2_accel.hf.any_model import with_rows_of_class
-from gpt2_accel.hf.convert import build, conversion, model_tokenizer, padded
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.hf.convert import conversion, model_tokenizer
+from gpt2_accel.models import LanguageModel, filled
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.tokenizer import conversation_tokens
 
@@ -104,10 +104,15 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     """
     if isinstance(model, AnyModel):
         return with_rows_of_class(model, known, tokens)
-    config = replace(model.config, vocab_size=max(model.config.vocab_size, tokens))
+    rows = model.config.vocab_size
+    config = replace(model.config, vocab_size=max(rows, tokens))
     state = model.state_dict()
-    names = [name for name in conversion(config.architecture).padded if name in state]
-    grown = padded(((name, state[name][: model.config.vocab_size]) for name in names), config)
-    for tensor in grown.values():
-        tensor[known:tokens] = tensor[:known].mean(dim=0)
-    return build(config, state | grown)
+    for name in conversion(config.architecture).padded:
+        if name in state:
+            grown = torch.zeros(config.padded_vocab_size, config.n_embd)
+            grown[:rows] = state[name][:rows]
+            grown[known:tokens] = grown[:known].mean(dim=0)
+            state[name] = grown
+    with torch.device("meta"):
+        empty = config.build()
+    return filled(empty, state)

@@ -5,11 +5,12 @@ config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is 
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from pkgutil import resolve_name
+from pydoc import ErrorDuringImport, importfile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from gpt2_accel.hf.any_model import any_config, open_any, with_rows_of_class, wr
 from gpt2_accel.hf.lora import base_of, load_lora, merged, opening_lines
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
+    ADAPTER,
     DTYPES,
     WEIGHTS,
     is_adapter,
@@ -28,7 +30,7 @@ from gpt2_accel.hf.safetensors_files import (
     weight_files,
     write_safetensors,
 )
-from gpt2_accel.models import LanguageModel, ModelConfig, config_class
+from gpt2_accel.models import LanguageModel, ModelConfig, config_class, filled
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
@@ -76,65 +78,52 @@ def from_hf(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: ModelConfig,
     source: str = "the state dict",
-) -> dict[str, torch.Tensor]:
-    """Converts HF's weights to the fp32 state dict of a model of this config, on CPU, in its own memory.
+) -> LanguageModel:
+    """Returns a model of this config with HF's weights, in fp32 on the CPU, in its own memory.
 
-    `source` names the file in errors. HF's prefix may be absent from the names.
+    Arguments and errors are those of `load_hf`."""
+    with torch.device("meta"):
+        model = config.build()
+    zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
+    model = filled(model, zeros)
+    load_hf(model, tensors, source)
+    return model
+
+
+@torch.no_grad()
+def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
+    """Copies HF's weights into a model. `source` names the file in errors. HF's prefix may be
+    absent from the names.
+
     Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
     should be tied to, or a nonzero bias if the model has none.
     """
-    table = conversion(config.architecture)
-    with torch.device("meta"):
-        model = config.build()
-    names, expected = model.state_dict().keys(), to_hf(model)
+    table = conversion(model.config.architecture)
+    own = to_hf(model)  # views of the weights, and zeros for the biases that it does not have
+    names = model.state_dict().keys()
+    needed = {key for key in own if key.removeprefix(table.prefix) in names}
     found = {}
     for key, tensor in tensors:
         name = key.removeprefix(table.prefix)
         if not name.endswith(table.ignored):
             found[name if name == HEAD else table.prefix + name] = tensor
-    head = None if HEAD in expected else found.pop(HEAD, None)
-    needed = {key for key in expected if key.removeprefix(table.prefix) in names}
-    if wrong := (needed - found.keys()) | (found.keys() - expected.keys()):
+    head = None if HEAD in own else found.pop(HEAD, None)
+    if wrong := (needed - found.keys()) | (found.keys() - own.keys()):
         raise ValueError(
             f"{source} and its config are not of one model: only one of them has {min(wrong)}"
         )
-    state = {}
     for key, tensor in found.items():
-        if tensor.shape != expected[key].shape or tensor.dtype not in DTYPES:
+        if tensor.shape != own[key].shape or tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
-                f"{tuple(expected[key].shape)}, fp32, fp16 or bf16"
+                f"{tuple(own[key].shape)}, fp32, fp16 or bf16"
             )
-        name = key.removeprefix(table.prefix)
-        if name in names:
-            state[name] = tensor.t() if name.endswith(table.transposed) else tensor
-        elif tensor.any():
+        if key not in needed and tensor.any():
             raise ValueError(f'{source} says "bias": false, but {key} is not zero')
-    embedding = state[table.padded[0]]
+        own[key].copy_(tensor)
+    embedding = own[table.prefix + table.padded[0]]
     if head is not None and not torch.equal(head.float(), embedding.float()):
         raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
-    return padded(state.items(), config)
-
-
-def padded(
-    tensors: Iterable[tuple[str, torch.Tensor]], config: ModelConfig
-) -> dict[str, torch.Tensor]:
-    """Copies a model's tensors in fp32, and adds the vocabulary padding, rows of zeros."""
-    state = {}
-    for name, tensor in tensors:
-        is_padded = name in conversion(config.architecture).padded
-        rows = config.padded_vocab_size if is_padded else len(tensor)
-        state[name] = torch.zeros(rows, *tensor.shape[1:])
-        state[name][: len(tensor)] = tensor
-    return state
-
-
-def build(config: ModelConfig, state: dict[str, torch.Tensor]) -> LanguageModel:
-    """Builds a model that uses the tensors of a state dict without copying them."""
-    with torch.device("meta"):
-        model = config.build()
-    model.load_state_dict(state, assign=True)
-    return model
 
 
 def check_finite(model: LanguageModel, source: str | Path = "the model") -> None:
@@ -298,26 +287,25 @@ def from_pretrained(
     files = weight_files(directory)
     if isinstance(config, AnyConfig):
         return open_any(directory, config)
-    return build(config, from_hf(read_tensors(files), config, str(directory)))
+    return from_hf(read_tensors(files), config, str(directory))
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:
     """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not those of such a model."""
     tensors = read_tensors(weight_files(directory))
-    if is_custom(directory):
-        saved = read_custom(directory, type(model))
-        state = dict(tensors)
-    else:
-        saved = asdict(read_config(directory))
-        state = from_hf(tensors, model.config, str(directory))
+    custom = is_custom(directory)
+    saved = read_custom(directory, type(model)) if custom else asdict(read_config(directory))
     for name, value in saved.items():
         own = getattr(model.config, name, value)
         if name != "dropout" and type(own) is type(value) and own != value:  # JSON has no tuples
             raise ValueError(
                 f"{directory} has {name} = {value}: build the model with it, not {own}"
             )
+    if not custom:
+        load_hf(model, tensors, str(directory))
+        return
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(dict(tensors))
     except RuntimeError as error:
         raise ValueError(f"{directory} does not fit {class_name(type(model))}: {error}") from error
 
@@ -334,33 +322,35 @@ def load_class(name: str) -> type[LanguageModel]:
     """
     place, _, kind = name.rpartition(":")
     try:
-        if place.endswith(".py"):
-            spec = spec_from_file_location(Path(place).stem, place)
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = import_module(place)
-        found = getattr(module, kind)
-    except (ImportError, AttributeError, OSError, ValueError) as error:
+        is_file = place.endswith(".py")
+        found = getattr(importfile(place), kind) if is_file else resolve_name(name)
+    except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
         raise ValueError(f"{name} is not a class: give FILE.py:CLASS ({error})") from error
     if not (isinstance(found, type) and issubclass(found, LanguageModel)):
         raise ValueError(f"{name} is not a subclass of gpt2_accel.models.LanguageModel")
     return found
 
 
+def config_values(directory: Path) -> dict[str, Any]:
+    """Returns the fields of a `config.json`. Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
+    try:
+        return dict(parse_json(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def is_custom(directory: Path) -> bool:
     """Whether a directory holds a model that `transformers` does not have."""
-    path = directory / "config.json"
-    try:
-        return path.is_file() and parse_json(path.read_text("utf-8")).get("model_type") == CUSTOM
-    except ValueError:  # `read_config` names the damage
-        return False
+    return not is_adapter(directory) and config_values(directory).get("model_type") == CUSTOM
 
 
 def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
     """Returns the fields of the config of a model that `transformers` does not have. Raises `ValueError` if the directory
     holds one of another class than `kind`. What the file names is not imported."""
-    values = parse_json((directory / "config.json").read_text("utf-8"))
+    values = config_values(directory)
     if values.get("model_type") != CUSTOM:
         raise ValueError(f"{directory} holds a model of transformers: leave out --model_class")
     saved = values["class"]
@@ -369,9 +359,10 @@ def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
     return values["config"]
 
 
-def local_directory(name: str | Path) -> Path:
-    """Returns `name` if it is a directory, else the local copy of that Hub repository."""
-    return Path(name) if Path(name).is_dir() else hub.download(str(name))
+def local_directory(name: str | Path, patterns: Sequence[str] = hub.MODEL_FILES) -> Path:
+    """Returns `name` if it is a directory, else the local copy of that Hub repository, with the
+    files of `patterns`."""
+    return Path(name) if Path(name).is_dir() else hub.download(str(name), patterns)
 
 
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
@@ -385,21 +376,19 @@ def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def read_config(
-    directory: Path,
+    name: str | Path,
     dropout: float = 0.0,
     attention: str | None = None,
     reason: str | None = None,
 ) -> ModelConfig:
-    """Reads the shape in a directory's `config.json`: that of a module in `models/` if it computes the same, else an `AnyConfig`.
-    `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model.
+    """Reads the shape in the `config.json` of a directory or Hub repository: that of a module in `models/` if it computes the
+    same, else an `AnyConfig`. `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model.
     Raises `ValueError` for what cannot be trained, see `any_config`."""
+    directory = local_directory(name, ("config.json", ADAPTER))
     if is_adapter(directory):
-        return read_config(local_directory(base_of(directory)), attention=attention, reason=LORA)
-    path = directory / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
+        return read_config(base_of(directory), attention=attention, reason=LORA)
+    values = config_values(directory)
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
         note = reason or (attention and f"--attn_implementation {attention}")
         if not note:
             found = _own_config(values, dropout)
@@ -410,7 +399,7 @@ def read_config(
             raise ValueError("the rates of dropout are those of config.json: give --dropout 0")
         return any_config(values, note, attention)
     except Exception as error:  # HF's classes raise several types
-        raise ValueError(f"{path}: {sentence(error)}") from error
+        raise ValueError(f"{directory / 'config.json'}: {sentence(error)}") from error
 
 
 def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
@@ -453,8 +442,7 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
                 "--architecture, or leave it out"
             )
         return config_class(name).from_settings(settings, vocab_size)
-    directory = Path(name) if Path(name).is_dir() else hub.download(name, ("config.json",))
-    shape = read_config(directory, settings.dropout, settings.attn_implementation)
+    shape = read_config(name, settings.dropout, settings.attn_implementation)
     for size in ("depth", "n_layer", "n_head", "n_embd"):
         asked = getattr(settings, size) if size in settings.given else None
         if asked not in (None, getattr(type(settings), size), getattr(shape, size, None)):

@@ -6,52 +6,26 @@ from typing import Any
 from gpt2_accel.hf import Conversion, DifferentModel
 from gpt2_accel.models import config_class
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.models.parts import RotaryScaling
-
-# The kinds of scaled rotary positions -> HF's names of the fields of `RotaryScaling`.
-SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
 
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    """Returns the base and the scaling of the rotary frequencies; `dropout` must be 0."""
+    """Returns the base of the rotary frequencies; `dropout` must be 0."""
     config_class(values["model_type"]).check_dropout(dropout)
     rotary = values["rope_parameters"]
-    kind = rotary["rope_type"]
-    if kind not in SCALINGS:
-        raise DifferentModel(f"its rotary positions are scaled ({kind})")
-    known = {"rope_type", "type", "rope_theta", *SCALINGS[kind]}
-    if unknown := rotary.keys() - known:
+    if rotary["rope_type"] != "default":
+        raise DifferentModel(f"its rotary positions are scaled ({rotary['rope_type']})")
+    if unknown := rotary.keys() - {"rope_type", "type", "rope_theta"}:
         raise DifferentModel(f"its rotary positions have {min(unknown)}")
-    scaling = [rotary[name] for name in SCALINGS[kind]]
-    return {
-        "rope_theta": float(rotary["rope_theta"]),
-        "rope_scaling": RotaryScaling(*scaling) if scaling else None,
-    }
+    return {"rope_theta": float(rotary["rope_theta"])}
 
 
 def write(config: LlamaConfig) -> dict[str, Any]:
-    """Returns the base and the scaling of the rotary frequencies as HF has them."""
-    scaling = config.rope_scaling
-    kind = "default" if scaling is None else "llama3" if scaling.original_positions else "linear"
-    values = dict(zip(SCALINGS[kind], scaling or (), strict=False))
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": config.rope_theta, **values}}
+    """Returns the base of the rotary frequencies as HF has it."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
 
 
 def gguf(config: LlamaConfig) -> dict[str, Any]:
-    """Returns llama.cpp's metadata. Raises `ValueError` for scaled rotary positions."""
-    if config.rope_scaling is not None:
-        raise ValueError(
-            "an export has no scaled rotary positions, as of Llama 3.1: use llama.cpp's own converter"
-        )
+    """Returns llama.cpp's metadata."""
     return {
         "feed_forward_length": config.n_inner,
         "head_count_kv": config.n_kv_head,

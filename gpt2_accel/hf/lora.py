@@ -88,11 +88,8 @@ def describe_lora(model: AnyModel) -> str:
 def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
     """Converts a model to the `dtype` of the settings, with LoRA only the parameters that are not trained."""
     dtype = getattr(torch, settings.dtype)
-    if not settings.lora:
-        model.to(dtype)
-        return
     for parameter in model.parameters():
-        if not parameter.requires_grad:
+        if not (settings.lora and parameter.requires_grad):
             parameter.data = parameter.data.to(dtype)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
@@ -36,9 +37,8 @@ class ModelConfig:
     properties below.
 
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
-    `parameter_count` are the parameters as saved: a tied head counts once, vocabulary padding does not count.
-    `matmul_parameters` are the N in 6N FLOPs per token: parameters in matrix products. `n_kv_head` are the heads of keys
-    and values, `head_dim` the channels of a head. `soft_cap` limits the logits, see
+    `n_kv_head` are the heads of keys and values, `head_dim` the channels of a head.
+    `experts_per_token` are those that compute on a token. `soft_cap` limits the logits, see
     `cross_entropy.capped`.
     """
 
@@ -53,9 +53,7 @@ class ModelConfig:
     dropout: float
     soft_cap: float | None = None
 
-    parameter_count: int
-    matmul_parameters: int
-    sparse: bool = False  # a mixture of experts
+    experts_per_token: int | None = None  # of a mixture of experts
     has_plain_head: ClassVar[bool] = True  # so the loss is computed in chunks
 
     def build(self) -> "LanguageModel":
@@ -65,6 +63,20 @@ class ModelConfig:
     def with_depth(self, n_layer: int) -> "ModelConfig":
         """Returns the shape with its first `n_layer` layers."""
         return replace(self, n_layer=n_layer)
+
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        return count_parameters(self)
+
+    @property
+    def parameter_count(self) -> int:
+        """The parameters as saved: a tied head counts once, vocabulary padding does not count."""
+        return self._counts[0]
+
+    @property
+    def matmul_parameters(self) -> int:
+        """The N in 6N FLOPs per token: parameters that compute on it, see `count_parameters`."""
+        return self._counts[1]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -264,6 +276,33 @@ class LanguageModel(nn.Module):
         return self.head_weight.dtype
 
 
+def count_parameters(shape: ModelConfig) -> tuple[int, int]:
+    """Returns the parameters of a model without vocabulary padding, and those that compute on a
+    token: without embeddings that are only looked up, as nanoGPT counts, and without the experts
+    that are not chosen. Takes no memory for weights."""
+    with torch.device("meta"):
+        model = shape.build()
+    head = model.head_weight
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = any(weight is head for weight in embeddings)
+    looked_up = {id(weight) for weight in embeddings if weight is not head}
+    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.n_embd
+    total = -padding if tied else -2 * padding
+    active = -padding
+    chosen = shape.experts_per_token or 1
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if id(parameter) not in looked_up:
+            experts = len(parameter) if is_expert(name, parameter) else chosen
+            active += parameter.numel() * chosen // experts
+    return total, active
+
+
+def is_expert(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds a matrix for each expert, (experts, rows, columns)."""
+    return parameter.ndim == 3 and "experts." in name
+
+
 def skeleton(model: LanguageModel) -> LanguageModel:
     """Returns a copy of a model whose parameters have shapes and no memory (on the meta device)."""
     parameters = model.parameters()
@@ -277,6 +316,13 @@ def filled(empty: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> Languag
     model.load_state_dict(tensors, assign=True)
     model.tie_weights()
     return model
+
+
+def convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Converts the parameters of a model. Buffers, such as rotary frequencies, keep their dtype, as
+    in a model that `transformers` opens in bf16."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

@@ -21,14 +21,6 @@ from gpt2_accel.config import check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, Past, attend
 
-# n_layer, n_head, n_embd of the four released models, by their Hub name.
-SIZES: dict[str, tuple[int, int, int]] = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
-
 
 @dataclass
 class GPTConfig(ModelConfig):
@@ -75,20 +67,6 @@ class GPTConfig(ModelConfig):
             bias=settings.bias,
             dropout=settings.dropout,
         )
-
-    @property
-    def parameter_count(self) -> int:
-        C, bias = self.n_embd, int(self.bias)
-        norm = C * (1 + bias)
-        attention = 3 * C * (C + bias) + C * (C + bias)
-        mlp = 4 * C * (C + bias) + C * (4 * C + bias)
-        block = 2 * norm + attention + mlp
-        return (self.vocab_size + self.n_positions) * C + self.n_layer * block + norm
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters without the position embeddings, as nanoGPT counts them for FLOPs."""
-        return self.parameter_count - self.n_positions * self.n_embd
 
     @property
     def n_kv_head(self) -> int:

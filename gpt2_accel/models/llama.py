@@ -1,7 +1,7 @@
 """Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
 The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
-arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which Llama 3, SmolLM2 and TinyLlama use: pre-RMSNorm
+arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which SmolLM2 and TinyLlama use: pre-RMSNorm
 blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
 or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
 
@@ -22,7 +22,6 @@ from gpt2_accel.models.parts import (
     Mask,
     Past,
     RMSNorm,
-    RotaryScaling,
     SwiGLU,
     attend,
     rotary_angles,
@@ -35,8 +34,8 @@ class LlamaConfig(ModelConfig):
     """The shape of a Llama; the defaults are SmolLM2-135M's. The names are those of `GPTConfig` where both have the size.
 
     `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
-    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies, `rope_scaling` how
-    Llama 3 scales them, `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
+    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies,
+    `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
 
     Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
     `rope_theta` or `norm_eps` is not positive.
@@ -57,7 +56,6 @@ class LlamaConfig(ModelConfig):
     rope_theta: float = 100_000.0
     norm_eps: float = 1e-5
     tied: bool = True
-    rope_scaling: RotaryScaling | None = None
 
     def __post_init__(self) -> None:
         sizes = "vocab_size n_positions n_layer n_head n_kv_head head_dim n_embd n_inner"
@@ -118,18 +116,6 @@ class LlamaConfig(ModelConfig):
         """Raises `ValueError` if `dropout` is not 0."""
         if dropout:
             raise ValueError(f"{cls.architecture} has no dropout: give --dropout 0")
-
-    @property
-    def parameter_count(self) -> int:
-        C, D = self.n_embd, self.head_dim
-        attention = 2 * C * D * (self.n_head + self.n_kv_head)
-        block = attention + 3 * C * self.n_inner + 2 * C
-        return self.vocab_size * C * (1 if self.tied else 2) + self.n_layer * block + C
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters whose products count as FLOPs: all, but an untied embedding, which is only looked up."""
-        return self.parameter_count - (0 if self.tied else self.vocab_size * self.n_embd)
 
     def norm(self) -> nn.Module:
         """Builds a norm of the residual stream, (…, C)."""
@@ -242,9 +228,7 @@ class Llama(LanguageModel):
     ) -> torch.Tensor:
         x = self.embed(input_ids)  # (B, T, C)
         config = self.config
-        angles = rotary_angles(
-            position_ids, config.head_dim, config.rope_theta, config.rope_scaling
-        )
+        angles = rotary_angles(position_ids, config.head_dim, config.rope_theta)
         angles = tuple(part.to(x.dtype) for part in angles)
         return self.norm(self.run_blocks(self.layers, x, angles, attention_mask, cache=cache))
 

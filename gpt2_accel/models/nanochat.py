@@ -52,11 +52,6 @@ class NanochatConfig(llama.LlamaConfig):
         All heads, and four times the width, are nanochat's."""
         return n_head, 4 * n_embd
 
-    @property
-    def parameter_count(self) -> int:
-        C = self.n_embd
-        return super().parameter_count - self.n_layer * C * (self.n_inner + 2) - C
-
     def norm(self) -> nn.Module:
         return nn.RMSNorm(self.n_embd, self.norm_eps, elementwise_affine=False)
 

@@ -37,10 +37,6 @@ class Qwen3Config(llama.LlamaConfig):
         Half as many heads (all of an odd number) and three times the width are Qwen3-0.6B's."""
         return n_head // 2 if n_head % 2 == 0 else n_head, 3 * n_embd
 
-    @property
-    def parameter_count(self) -> int:
-        return super().parameter_count + self.n_layer * 2 * self.head_dim
-
     def build(self) -> "Qwen3":
         return Qwen3(self)
 

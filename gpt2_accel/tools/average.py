@@ -7,7 +7,7 @@ import torch
 
 from gpt2_accel.hf.convert import from_pretrained, to_hf
 from gpt2_accel.hf.safetensors_files import is_adapter, read_tensors, weight_files
-from gpt2_accel.models import LanguageModel
+from gpt2_accel.models import LanguageModel, convert_parameters
 
 
 @torch.no_grad()
@@ -32,4 +32,5 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
             total += tensor
         dtype = tensor.dtype
         own[name].copy_((total / len(group)).to(dtype))
-    return model.to(dtype)
+    convert_parameters(model, dtype)
+    return model

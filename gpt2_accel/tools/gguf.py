@@ -33,7 +33,7 @@ def write_gguf(
     """Writes the model in fp32 with its tokenizer. `name` is the model's name in the file.
 
     Raises `ValueError` if the package gguf is missing, the model is a class of `transformers`,
-    llama.cpp lacks some part of the model (the exact GELU, scaled rotary positions), a
+    llama.cpp lacks some part of the model (the exact GELU), a
     weight is NaN or infinite, or llama.cpp would encode some text differently than the tokenizer.
     """
     try:

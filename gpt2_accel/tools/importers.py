@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpt2_accel.hf.convert import build, from_hf
+from gpt2_accel.hf.convert import from_hf
 from gpt2_accel.hf.gpt2 import MATRICES
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
@@ -51,7 +51,7 @@ def read_checkpoint(path: str | Path) -> GPT:
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[: config.vocab_size]
         converted[name] = tensor.t() if name.endswith(MATRICES) else tensor
-    return build(config, from_hf(converted.items(), config, str(path)))
+    return from_hf(converted.items(), config, str(path))
 
 
 def load_pickle(path: Path) -> Any:

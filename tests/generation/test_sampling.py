@@ -18,18 +18,16 @@ from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tok
 from gpt2_accel.models import gpt2
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
-from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
 SHAPE = {"n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 32}
 ROTARY = {"n_kv_head": 1, "head_dim": 16, "n_inner": 64}
-SCALING = RotaryScaling(8.0, 1.0, 4.0, 16)
 KINDS = {
     "gpt2": GPTConfig(257, **SHAPE, dropout=0.1),
     "without biases": GPTConfig(257, **SHAPE, bias=False, gelu="none"),
-    "llama": LlamaConfig(257, **SHAPE, **ROTARY, rope_scaling=SCALING),
+    "llama": LlamaConfig(257, **SHAPE, **ROTARY),
     "qwen3": Qwen3Config(257, **SHAPE, **ROTARY, tied=False),
     "nanochat": NanochatConfig(257, **SHAPE, **ROTARY),
 }

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
-from gpt2_accel.models.parts import RotaryScaling
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import char_tokenizer, encode, train_bpe
 from gpt2_accel.tools.gguf import write_gguf
@@ -154,10 +153,6 @@ def test_a_model_that_gguf_cannot_hold_is_refused(tmp_path):
         write_gguf(exact, own_bpe(), tmp_path / "a.gguf")
     with refused("llama.cpp does not have nanochat: serve the model by transformers serve"):
         write_gguf(random_llama(NanochatConfig, 280), own_bpe(), tmp_path / "a.gguf")
-    for kind in (LlamaConfig, Qwen3Config):
-        with refused("no scaled rotary positions"):
-            scaled = random_llama(kind, 280, rope_scaling=RotaryScaling(8.0, 1.0, 4.0, 16))
-            write_gguf(scaled, own_bpe(), tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
 
 

@@ -3,19 +3,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2_accel import GPT, GPTConfig
-from gpt2_accel.models.gpt2 import SIZES
 
 TINY = {"vocab_size": 100, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
-def test_parameter_count_equals_the_models_with_and_without_biases():
-    for bias in (True, False):
-        config = GPTConfig(**{**TINY, "vocab_size": 128}, bias=bias)
-        assert config.parameter_count == sum(p.numel() for p in GPT(config).parameters())
-
-
 def test_parameter_counts_of_the_released_sizes():
-    counts = [GPTConfig(50257, 1024, *sizes).parameter_count for sizes in SIZES.values()]
+    sizes = [(12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600)]
+    shapes = [GPTConfig(50257, 1024, *size) for size in sizes]
+    assert [shape.matmul_parameters for shape in shapes] == [
+        shape.parameter_count - 1024 * shape.n_embd for shape in shapes
+    ]
+    counts = [shape.parameter_count for shape in shapes]
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
 

@@ -7,7 +7,7 @@ import torch
 from conftest import refused
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel.hf.convert import build, from_hf, hf_config
+from gpt2_accel.hf.convert import from_hf, hf_config
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig
@@ -37,7 +37,7 @@ def pair(config, dtype=torch.float32):
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
-    model = build(config, from_hf(reference.float().state_dict().items(), config))
+    model = from_hf(reference.float().state_dict().items(), config)
     return reference.to(dtype), model.to(dtype)
 
 

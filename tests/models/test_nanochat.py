@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.hf.convert import build, from_hf, hf_config, read_config
+from gpt2_accel.hf.convert import from_hf, hf_config, read_config
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models import llama, nanochat
 from gpt2_accel.models.nanochat import NanochatConfig
@@ -31,7 +31,7 @@ def pair(config):
         for parameter in reference.parameters():
             parameter.normal_(0, 0.2)
         reference.lm_head.weight.mul_(10)  # logits of 16: the cap is felt
-    model = build(config, from_hf(reference.state_dict().items(), config))
+    model = from_hf(reference.state_dict().items(), config)
     return reference.eval(), model.eval()
 
 

@@ -29,7 +29,6 @@ def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
     found = from_pretrained(start).to(torch.bfloat16)
     assert torch.equal(found(ids), expected)
-    assert torch.equal(found.float().to(torch.bfloat16)(ids), expected)
 
 
 def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positions(tmp_path):
