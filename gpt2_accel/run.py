@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.checkpoint.state_dict import (
     TrainingState,
-    changed_place,
     full_model,
     full_tensor,
     gather_to_host,
@@ -209,11 +208,14 @@ class Run:
         }
         # A copy: the owners of lists and dicts go on changing them while the checkpoint is written.
         saved = json.loads(json.dumps(state, default=repr))
-        if place := changed_place(state, saved):
-            raise ValueError(
-                f"a checkpoint cannot hold {place}: tensors belong to the first level of a state, and all else is numbers, "
-                "texts, lists and dicts with texts as keys"
-            )
+        own = values["optimizer_values"] | values["callbacks"] | state
+        found = saved["optimizer_values"] | saved["callbacks"] | saved
+        for name, value in own.items():
+            if repr(value) != repr(found[name]):  # as text: NaN equals NaN, a tuple is not a list
+                raise ValueError(
+                    f"a checkpoint cannot hold the {name} {value}: tensors belong to the first level of a state, and all "
+                    "else is numbers, texts, lists and dicts with texts as keys"
+                )
         return tensors, saved
 
     def call(self, event: str, **what: Any) -> None:

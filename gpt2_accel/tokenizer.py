@@ -368,7 +368,7 @@ def prompt_tokens(
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
     Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer refuses the messages, if the
-    last is not the user's, or for a message that is of another role, is empty, is not valid Unicode or holds a special token,
+    last is not the user's, or for a message that is empty, is not valid Unicode or holds a special token,
     which would end a turn. The assistant's messages are not checked.
     """
     if not tokenizer.chat_template:
@@ -379,11 +379,9 @@ def prompt_tokens(
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a conversation to answer ends with a message of the user: add one")
     for message in messages:
-        role, content = message["role"], message["content"]
-        if role == "assistant":  # the model said so
+        content = message["content"]
+        if message["role"] == "assistant":  # the model said so
             continue
-        if role not in ("system", "user"):
-            raise ValueError(f"a message has the role {role!r}: use system, user or assistant")
         if not content.strip():
             raise ValueError("the message is empty: write something")
         if content != content.encode(errors="ignore").decode():  # as Python reads such bytes

@@ -26,9 +26,9 @@ from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import (
     STATE,
     list_checkpoints,
-    open_newest,
     read_state,
     read_status,
+    verified_directory,
 )
 from gpt2_accel.config import ModelChoice, check_ranges, parse_config, setting
 from gpt2_accel.evals.chat import ChatAnswers
@@ -207,8 +207,8 @@ def main() -> None:
     entries = {}
     for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
-        open_one = partial(open_model, model_class=config.model_class)
-        entry, *loaded = open_newest(name, open_one, config.verify, on_main_process)
+        directory = on_main_process(partial(verified_directory, name, config.verify))
+        entry, *loaded = open_model(directory, config.model_class)
         entry["parameters"] = loaded[0].config.parameter_count
         entry["precision"] = accelerator.mixed_precision
         results, entry["notes"] = evaluate(config, accelerator, *loaded, data)

@@ -7,13 +7,10 @@ weights, `config.json` and `tokenizer.json`.
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 from gpt2_accel.hf import hub
 from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
@@ -22,9 +19,6 @@ from gpt2_accel.runtime.options import load_saved
 STATE = "training_state"
 MANIFEST = f"{STATE}/manifest.json"
 SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
-REPLACING = 0.1  # seconds within which a replaced checkpoint is there again
-
-Result = TypeVar("Result")
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -146,34 +140,6 @@ def verified_directory(
                 raise ValueError(f"{path} is damaged: {problem}; {hint}")
             print(f"{path} has changed: {problem}", file=sys.stderr)
     return directory
-
-
-def open_newest(
-    name: str | Path,
-    open_model: Callable[[str | Path], Result],
-    verify: bool = True,
-    decide: Callable[[Callable], Any] = lambda function: function(),
-) -> Result:
-    """Returns `open_model(verified_directory(name, verify))`. If it fails, and a run has removed or replaced the directory
-    meanwhile, looks again.
-
-    `decide` calls a function on one of several ranks, and returns its result on all. Raises the errors of
-    `verified_directory` and `open_model`.
-    """
-
-    def version() -> tuple[int, int] | None:
-        with suppress(OSError):
-            found = os.stat(model_directory(name))
-            return found.st_ino, found.st_mtime_ns
-
-    while True:
-        seen = decide(version)
-        try:
-            return open_model(decide(partial(verified_directory, name, verify)))
-        except (OSError, ValueError):
-            time.sleep(REPLACING)
-            if decide(version) == seen:
-                raise
 
 
 def step_of(checkpoint: Path) -> int:

@@ -260,12 +260,3 @@ class TrainingState:
             else:
                 notes.append(f"the callback {name} has no state in {checkpoint}: it starts anew")
         return notes
-
-
-def changed_place(value: Any, saved: Any, place: str = "the state") -> str:
-    """Returns which entry of a state JSON changes, with its value; empty if it changes none."""
-    if type(value) is dict and type(saved) is dict and value.keys() == saved.keys():
-        found = [changed_place(value[key], saved[key], f"{place} > {key}") for key in value]
-        return next(filter(None, found), "")
-    # As text: NaN equals NaN, and a tuple is not a list.
-    return "" if repr(value) == repr(saved) else f"{place}, {value!r}"

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.hf import hub
 from gpt2_accel.hf.convert import configured_shape, read_config
 from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
@@ -100,9 +98,7 @@ def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
         if config.lora:
             raise ValueError(NEEDS_MODEL)
         return configured_shape(config, vocab_size)
-    local = Path(config.init_from)
-    directory = local if local.is_dir() else hub.download(config.init_from, ("config.json",))
-    shape = read_config(directory, reason="--lora" if config.lora else None)
+    shape = read_config(config.init_from, reason="--lora" if config.lora else None)
     check_loaded(config, shape)
     return shape
 

@@ -16,32 +16,28 @@ from gpt2_accel.models.parts import Past
 from gpt2_accel.runtime.device import best_device, has_cpp_compiler
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
+    pass
 
 
 class KVCache:
     """What a model in evaluation mode has read of a batch of rows.
 
     With `slots` it has memory for so many tokens of one row, and the forward of one token is compiled. Else memory grows.
+    A class of `transformers` has a cache of its own, without `slots`; one that has none, or that
+    counts positions itself, reads its rows again for each token.
     """
 
     def __init__(self, model: LanguageModel, slots: int = 0):
-        from transformers.cache_utils import DynamicLayer, StaticLayer
-
         self.model = model
-        self.slots = slots
-        self.decode = compiled() if slots else next_logits
-        self.new_layer = functools.partial(StaticLayer, slots) if slots else DynamicLayer
-
-    def empty_layers(self) -> "list[Past] | Cache | None":
-        """Returns the cache before the first token."""
-        return [self.new_layer() for _ in range(self.model.config.n_layer)]
+        self.slots = 0 if isinstance(model, AnyModel) else slots
+        self.decode = compiled() if self.slots else next_logits
 
     def start(self, rows: Sequence[list[int]]) -> torch.Tensor:
         """Forgets what was read and reads rows of token ids, none empty; returns the logits of the token after each, (B, V)."""
-        self.layers = self.empty_layers()
+        self.layers = self.model.new_cache(self.slots)
         ids = [torch.tensor(row, device=self.model.device) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_side="left")
+        self.input_ids = input_ids[:, :0]
         self.end = 0
         lengths = torch.tensor([len(row) for row in rows], device=self.model.device)
         self.padding = input_ids.shape[1] - lengths
@@ -55,44 +51,13 @@ class KVCache:
         T = input_ids.shape[1]
         places = torch.arange(self.end, self.end + T, device=input_ids.device)
         self.end += T
+        if self.layers is None:
+            self.input_ids = torch.cat([self.input_ids, input_ids], dim=1)
+            rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]
+            return torch.cat([self.model(row, logits_to_keep=1)[:, -1] for row in rows])
         return forward(
             self.model, input_ids, places, self.padding, self.layers, self.slots or self.end
         )
-
-
-class ClassCache(KVCache):
-    """A `KVCache` of an `AnyModel`, with the cache of its class.
-
-    A class without a cache, or that counts positions itself, reads its rows again for each token."""
-
-    model: AnyModel
-
-    def empty_layers(self) -> "Cache | None":
-        self.input_ids: torch.Tensor | None = None
-        return self.model.new_cache()
-
-    def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
-        self.end += input_ids.shape[1]
-        if self.layers is None:
-            old = [] if self.input_ids is None else [self.input_ids]
-            self.input_ids = torch.cat([*old, input_ids], dim=1)
-            rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]
-            return torch.cat([self.model(row, logits_to_keep=1)[:, -1] for row in rows])
-        places = torch.arange(self.end, device=input_ids.device)
-        positions = (places - self.padding[:, None]).clamp(min=0)[:, -input_ids.shape[1] :]
-        logits = self.model(
-            input_ids,
-            position_ids=positions,
-            attention_mask=places >= self.padding[:, None],
-            logits_to_keep=1,
-            cache=self.layers,
-        )
-        return logits[:, -1]
-
-
-def cache_of(model: LanguageModel, slots: int = 0) -> KVCache:
-    """Returns the cache for a model; `slots` as in `KVCache`, which a class of `transformers` does not use."""
-    return ClassCache(model) if isinstance(model, AnyModel) else KVCache(model, slots)
 
 
 def next_logits(
@@ -108,10 +73,12 @@ def next_logits(
     `padding`, (B,), is the number of unused slots before each row. The layers return the keys of `slots` slots.
     """
     seen = torch.arange(slots, device=places.device)
-    causal = seen <= places[:, None]  # (T, slots)
-    # A padding slot attends to itself, since a softmax over nothing would be NaN.
-    itself = seen == places[:, None]
-    mask = causal & (itself | (seen >= padding[:, None, None, None]))  # (B, 1, T, slots)
+    mask = seen >= padding[:, None]  # (B, slots)
+    if not isinstance(model, AnyModel):
+        causal = seen <= places[:, None]  # (T, slots)
+        # A padding slot attends to itself, since a softmax over nothing would be NaN.
+        itself = seen == places[:, None]
+        mask = causal & (itself | mask[:, None, None])  # (B, 1, T, slots)
     positions = (places - padding[:, None]).clamp(min=0)  # (B, T)
     logits = model(
         input_ids, position_ids=positions, attention_mask=mask, logits_to_keep=1, cache=layers

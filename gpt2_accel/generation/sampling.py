@@ -7,14 +7,13 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from gpt2_accel.checkpoint.find import open_newest
+from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import WEIGHT_DTYPES, check_ranges, setting
-from gpt2_accel.generation.kv_cache import cache_of
+from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, convert_parameters, evaluating
 from gpt2_accel.runtime.device import best_device
@@ -45,16 +44,14 @@ def load(
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
     one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. Raises `ValueError` for another dtype, and the errors
-    of `open_newest`, which takes `verify`,
-    `from_pretrained` and `load_tokenizer`.
+    of `verified_directory`, which takes `verify`, `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
 
-    def open_model(directory: str | Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        return from_pretrained(directory, model_class=model_class), load_tokenizer(directory)
-
-    model, tokenizer = open_newest(name, open_model, verify)
+    directory = verified_directory(name, verify)
+    model = from_pretrained(directory, model_class=model_class)
+    tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     convert_parameters(model, getattr(torch, dtype))
     return model.to(best_device()).eval(), tokenizer
@@ -210,11 +207,11 @@ def tokens(
         for i in samples
     ]
     with evaluating(model):
-        cache = cache_of(model)
+        cache = KVCache(model)
         if sampling.compile and len(rows) == 1:
             longest = max(256, len(rows[0]) + sampling.max_new_tokens)
             # Few lengths, since each is compiled.
-            cache = cache_of(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
+            cache = KVCache(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
             next_ids = choose(logits.float(), sampling, generators)

@@ -6,6 +6,7 @@ A model that differs, or whose tensors `transformers` does not have, is saved un
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,19 +54,16 @@ class ModelFiles:
             self.compared = True  # it is a class of transformers
         if not (self.custom or self.compared):
             self.custom = unknown_tensors(model)
-
-        def write() -> None:
-            save_pretrained(
-                model, directory, self.tokenizer, training=training, name=name, custom=self.custom
-            )
-
-        write()
+        write = partial(
+            save_pretrained, model, directory, self.tokenizer, training=training, name=name
+        )
+        write(custom=self.custom)
         if self.compared or model.device.type == "meta":
             return
         self.compared = True
         if not self.custom and not (found := difference(model, directory)) <= LIMIT:
             self.custom = f"its logits differ by {found:.2g} of their standard deviation"
-            write()
+            write(custom=self.custom)
         if self.custom:
             self.print_line(
                 f"transformers cannot open this model ({self.custom}): it is saved in a form of its own, see its README.md"
@@ -111,10 +109,9 @@ def difference(model: LanguageModel, directory: Path) -> float:
         found = compare()
         scale(model, SMALLER)
         scale(theirs, SMALLER)
-        try:
-            return max(found, compare())
-        finally:
-            scale(model, 1 / SMALLER)
+        found = max(found, compare())
+        scale(model, 1 / SMALLER)
+    return found
 
 
 class ComputeInFp32(TorchFunctionMode):

@@ -262,6 +262,13 @@ class LanguageModel(nn.Module):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
+    def new_cache(self, slots: int = 0) -> "Sequence[Past] | None":
+        """Returns an empty KV cache; with `slots` it has memory for so many tokens, else it grows."""
+        from transformers.cache_utils import DynamicLayer, StaticLayer
+
+        layers = range(self.config.n_layer)
+        return [StaticLayer(slots) if slots else DynamicLayer() for _ in layers]
+
     def tie_weights(self) -> None:
         """Ties parameters again that are one, after `load_state_dict` has assigned them separately."""
 

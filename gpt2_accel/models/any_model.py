@@ -289,7 +289,7 @@ class AnyModel(LanguageModel):
         loss, figure = loss if isinstance(loss, tuple) else (loss, found.aux_loss.detach())
         return loss + self.aux_coefficient * found.aux_loss, figure
 
-    def new_cache(self) -> "Cache | None":
+    def new_cache(self, slots: int = 0) -> "Cache | None":
         """Returns an empty KV cache of the class, None if its forward takes none or one of its own
         kind, or no positions, which padding needs."""
         from transformers import DynamicCache
