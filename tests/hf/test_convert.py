@@ -4,13 +4,12 @@ import shutil
 
 import pytest
 import torch
-from conftest import peak_of, randomized, refused, tokenizer_of
+from conftest import GPT2_SIZES, peak_of, randomized, refused, tokenizer_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.safetensors_files import WEIGHTS
-from gpt2_accel.models.gpt2 import SIZES
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SHAPE = {"vocab_size": 257, "n_positions": 32, "n_layer": 2, "n_head": 4, "n_embd": 64}
@@ -43,7 +42,7 @@ def two_threads():
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 @torch.no_grad()
 def test_released_sizes_have_equal_logits_in_transformers(tmp_path, name, two_threads):
-    n_layer, n_head, n_embd = SIZES[name]
+    n_layer, n_head, n_embd = GPT2_SIZES[name]
     # gpt2 is complete. The other has full width, fewer layers and a smaller vocabulary: a file of 0.25 GB.
     n_layer, vocab_size = (n_layer, 50257) if name == "gpt2" else (2, 1000)
     hf = GPT2LMHeadModel(

@@ -8,8 +8,7 @@ TINY = {"vocab_size": 100, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd
 
 
 def test_parameter_counts_of_the_released_sizes():
-    sizes = [(12, 12, 768), (24, 16, 1024), (36, 20, 1280), (48, 25, 1600)]
-    shapes = [GPTConfig(50257, 1024, *size) for size in sizes]
+    shapes = [GPTConfig(50257, 1024, *size) for size in GPT2_SIZES.values()]
     assert [shape.matmul_parameters for shape in shapes] == [
         shape.parameter_count - 1024 * shape.n_embd for shape in shapes
     ]

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from gpt2_accel import from_pretrained
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf.convert import configured_shape, is_custom, read_config
+from gpt2_accel.hf.convert import configured_shape, read_config
+from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.tools.gguf import write_gguf
@@ -27,7 +28,8 @@ def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
     start = save_family(kind, tmp_path / "start", max_position_embeddings=1024)
     ids = torch.randint(257, (1, 1000))
     expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
-    found = from_pretrained(start).to(torch.bfloat16)
+    found = from_pretrained(start)
+    convert_parameters(found, torch.bfloat16)
     assert torch.equal(found(ids), expected)
 
 
@@ -115,7 +117,8 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     config.write_text(json.dumps(values | {"num_hidden_layers": 1}))
     assert "it does not have model.layers.1." in from_pretrained(start).config.note
     config.write_text("{")
-    assert not is_custom(start)
+    with refused(f"{config}: Expecting property name"):
+        from_pretrained(start)
 
 
 def test_gguf_of_a_class_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from conftest import (
+    GPT2_SIZES,
     as_flags,
     load_recipe,
     losses,
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, pipeline
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.estimate.memory import activation_bytes
 from gpt2_accel.hf.convert import save_pretrained
-from gpt2_accel.models.gpt2 import GPT, SIZES, GPTConfig
+from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.runtime.device import OVERRIDES
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
@@ -97,7 +98,7 @@ def test_the_headline_command(data_dir, tmp_path):
 def test_the_recipes_of_other_sizes_have_their_shapes_and_run(data_dir, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     for size, name in (("355m", "gpt2-medium"), ("774m", "gpt2-large"), ("1558m", "gpt2-xl")):
-        recipe, shape = load_recipe(f"pretrain_{size}"), SIZES[name]
+        recipe, shape = load_recipe(f"pretrain_{size}"), GPT2_SIZES[name]
         kind = getattr(recipe, f"Pretrain{size.upper()}")
         found = kind()
         assert (found.n_layer, found.n_head, found.n_embd) == shape
