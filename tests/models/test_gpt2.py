@@ -1,5 +1,6 @@
 import pytest
 import torch
+from conftest import GPT2_SIZES
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpt2_accel import GPT, GPTConfig
