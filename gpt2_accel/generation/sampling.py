@@ -3,7 +3,6 @@
 `load` loads a model and its tokenizer. `kv_cache.py` has the forward of one token.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,11 +206,12 @@ def tokens(
         for i in samples
     ]
     with evaluating(model):
-        cache = KVCache(model)
+        slots = 0
         if sampling.compile and len(rows) == 1:
             longest = max(256, len(rows[0]) + sampling.max_new_tokens)
-            # Few lengths, since each is compiled.
-            cache = KVCache(model, slots=min(n_positions, 2 ** math.ceil(math.log2(longest))))
+            # Few lengths, since each is compiled: powers of two.
+            slots = min(n_positions, 1 << (longest - 1).bit_length())
+        cache = KVCache(model, slots)
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
             next_ids = choose(logits.float(), sampling, generators)

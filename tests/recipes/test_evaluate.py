@@ -1,11 +1,9 @@
 """Runs recipes/evaluate.py as a user does."""
 
 import json
-import pydoc
 import shutil
 import subprocess
 import sys
-import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from launching import launch
 from transformers import GPT2LMHeadModel
 
 from gpt2_accel import GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.generation.sampling import load
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -240,44 +237,6 @@ def running(data_dir, tmp_path_factory):
     run(tiny_config(data_dir, folder, max_steps=4, save_every=2))
     (folder / "config.json").unlink()
     return folder
-
-
-# Functions that read a checkpoint while it is verified and opened.
-MOMENTS = (
-    "gpt2_accel.checkpoint.find.digest",
-    "gpt2_accel.hf.convert.read_config",
-    "gpt2_accel.hf.convert.read_tensors",
-    "transformers.AutoTokenizer.from_pretrained",
-)
-
-
-@pytest.mark.parametrize("newest", ["checkpoint-2", "checkpoint-4"])  # replaced, or removed
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_checkpoint_that_is_gone_is_looked_for_again(
-    running, newest, moment, tmp_path, monkeypatch
-):
-    module, _, name = moment.rpartition(".")
-    honest, gone = pydoc.locate(moment), []
-
-    def late(*args, **options):
-        if not gone:
-            gone.append(old.rename(run_dir / "gone"))
-            copy = shutil.copytree(running / newest, run_dir / "copy")
-            threading.Timer(0.02, copy.rename, [run_dir / newest]).start()
-        return honest(*args, **options)
-
-    monkeypatch.setattr(pydoc.locate(module), name, late)
-    for recipe in ("sample", "evaluate"):
-        gone, run_dir = [], tmp_path / recipe
-        old = shutil.copytree(running / "checkpoint-2", run_dir / "checkpoint-2")
-        if recipe == "sample":
-            found, kept = load(run_dir)[0], from_pretrained(running / newest)
-            assert torch.equal(found.wte.weight.cpu(), kept.wte.weight)
-        else:
-            run_recipe("evaluate", "--model", run_dir, "--tasks", "text", "--data", __file__)
-            [entry] = read_json(run_dir / "evaluation.json").values()
-            assert newest == f"checkpoint-{entry['step']}"
-        assert gone
 
 
 def test_the_main_process_chooses_the_checkpoint(running, tmp_path, monkeypatch):
