@@ -1,9 +1,11 @@
 # Everything but `make gpu` runs in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 PART ?= tests
+# The repository's address, which replaces the word ADDRESS on the site's pages.
+ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat test test-avx2 test-reliability test-models test-course test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-course test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -22,6 +24,12 @@ chat: .venv/installed  ## a model that answers questions about Python's library:
 
 test: .venv/installed-dev  ## the tests: offline, on CPU; they wait much, so three at a time
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+
+coverage: .venv/installed-dev  ## which lines the tests run, into build/coverage/: slower than the tests
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
@@ -65,8 +73,9 @@ GPU_ladder := recipes/speed_ladder.py --output_dir benchmarks/results
 gpu:  ## checks or measurements on a GPU, offline, by the Python that is there: PART=tests, bench or ladder
 	HF_HUB_OFFLINE=1 PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) $(or $(GPU_$(PART)),$(error PART is tests, bench or ladder))
 
-docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails
+docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails: ADDRESS=the repository's
 	$(BIN)/zensical build --clean --strict
+	find site -name '*.html' -o -name search.json | ADDRESS='$(ADDRESS)' xargs perl -pi -e 's/\bADDRESS\b/$$ENV{ADDRESS}/g'
 
 lint: .venv/installed-dev  ## what the linter says
 	$(BIN)/ruff check .
@@ -81,7 +90,7 @@ clean:  ## remove the environment; data/ and runs/ stay
 
 PIP := $(BIN)/python -m pip --quiet
 
-.venv/installed: setup.cfg pyproject.toml constraints.txt  # what training needs
+.venv/installed: setup.cfg setup.py pyproject.toml constraints.txt  # what training needs
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt --editable .
 	touch $@

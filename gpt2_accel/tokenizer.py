@@ -218,7 +218,8 @@ def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
     """Returns what the class `kind` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
     reason = "no tokens"
     try:
-        tokenizer = kind.from_pretrained(name)
+        # Without the argument the library asks at the terminal if it may run code in the directory.
+        tokenizer = kind.from_pretrained(name, trust_remote_code=False)
         # For a model without a tokenizer the library makes one without tokens, or with special tokens only.
         if len(tokenizer) > len(tokenizer.all_special_tokens):
             return tokenizer

@@ -6,12 +6,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import load_recipe
 from launching import ROOT
 
 from gpt2_accel.config import TrainConfig
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# Not the changelog, which names files that were removed.
+ROOT_PAGES = sorted({*ROOT.glob("*.md")} - {ROOT / "CHANGELOG.md"})
 SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 ELLIPSIS = re.compile("…+")
 
@@ -35,7 +38,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=str)
+@pytest.mark.parametrize("page", [*ROOT_PAGES, *PAGES], ids=str)
 def test_files_and_headings_that_a_page_names_are_there(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", page.read_text())  # with a colon: addresses
     assert [file for file, _ in links if not (page.parent / file).exists()] == []
@@ -48,6 +51,14 @@ def test_files_and_headings_that_a_page_names_are_there(page):
     folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+def test_workflows_and_forms_are_yaml_and_actions_are_pinned():
+    paths = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    text = "".join(path.read_text() for path in paths if yaml.safe_load(path.read_text()))
+    used = re.findall(r"uses: (.+)", text)
+    pinned = re.compile(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+")
+    assert [action for action in used if not pinned.fullmatch(action)] == [] and len(used) >= 8
 
 
 def test_the_files_to_change_have_what_contributing_names():

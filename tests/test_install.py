@@ -59,7 +59,7 @@ def done(command: str | list, cwd: Path, env: dict | None = None) -> str:
 def copy_of_clone(folder: Path) -> Path:
     """Copies what the package is built from: a build writes into its source folder."""
     folder.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in ("gpt2_accel", *FOLDERS):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

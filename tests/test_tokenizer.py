@@ -368,6 +368,18 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_code_in_a_tokenizer_s_directory_is_not_run_whatever_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    byte_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    own = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with refused("holds no tokenizer: .*contains custom code"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
     tokenizer = train_bpe([TEXT, PROBE], 400)
     tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)

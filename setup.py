@@ -1,0 +1,10 @@
+"""The packages of the wheel: all of gpt2_accel/, and three folders beside it. All else is in setup.cfg."""
+
+from setuptools import find_packages, setup
+
+FOLDERS = ("accelerate_configs", "benchmarks", "recipes")
+beside = {f"gpt2_accel.{name}": name for name in FOLDERS}
+setup(
+    packages=[*find_packages(include=["gpt2_accel*"]), *beside],
+    package_dir={"gpt2_accel": "gpt2_accel", **beside},
+)
