@@ -1,37 +1,54 @@
 """Plain checks of the toolkit on this machine's device, without pytest: `python benchmarks/gpu_checks.py [NAME ...]`.
 
-A check trains small models on synthetic text and raises an error if something is wrong. It prints a line that begins
-with "skipped" if the device cannot run it. All run without a name; one that fails does not end the others. They need torch,
-transformers and accelerate, and download nothing.
+A check trains small models on synthetic text and raises an error if something is wrong. It returns why it is skipped if the
+device cannot run it. All run without a name; one that fails does not end the others. The record of all, with
+the device, versions, commit, outcomes and figures, is written to `--output`, by default `card.json` in
+`benchmarks/results/cuda` or `cpu`. They need torch, transformers and accelerate, and download nothing.
+
+`--record` writes `benchmarks/expected.json`, with which the check `updates` compares.
 """
 
+import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import traceback
+from contextlib import chdir
+from dataclasses import replace
+from importlib.metadata import distributions
 from pathlib import Path
 
+import measure
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from cards import EXPECTED, difference
+from results import RESULTS, kind, machine
 
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.runtime.device import launch_device
-from gpt2_accel.runtime.files import read_json_lines
+from gpt2_accel.hf.chat_template import BEGIN_TURN, CHATML, END_TURN, PADDING
+from gpt2_accel.hf.model_card import installed_versions
+from gpt2_accel.runtime.device import has_bf16, launch_device, total_memory
+from gpt2_accel.runtime.files import first_line, read_json_lines, write_json
+from gpt2_accel.runtime.metadata import git_commit
 from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train as run_training
 
 ROOT = Path(__file__).parent.parent
 DEVICE = launch_device()
 CUDA = DEVICE.type == "cuda"
+HALF = "fp16" if CUDA and not has_bf16(DEVICE) else "bf16"  # the precision of the checks
 LENGTH, WIDTH = (256, 128) if CUDA else (32, 32)
 UPDATES = 24
+FIGURES: dict = {}  # that a check adds to the record
 
 
-def run(folder: Path, name: str, *, precision: str = "bf16", compiled: bool = True, **changes):
-    """Trains a small model, by default compiled in bf16; returns the lines of its metrics."""
+def run(folder: Path, name: str, *, precision: str = HALF, compiled: bool = True, **changes):
+    """Trains a small model, by default compiled in half precision; returns the lines of its metrics."""
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.compiler.reset()
@@ -44,7 +61,7 @@ def run(folder: Path, name: str, *, precision: str = "bf16", compiled: bool = Tr
 def settings(folder: Path, name: str, **changes) -> dict:
     """Returns the settings of a run in `folder`, on 30 documents that repeat a few words."""
     data = folder / "data"
-    if not data.exists():
+    if "data_dir" not in changes and not data.exists():
         text = [f"the cat {i % 7} sat on the mat. " * (20 + 9 * i) for i in range(30)]
         prepare({"train": text, "val": text[:6]}, byte_tokenizer(), data, source="synthetic")
     shape = {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "n_positions": LENGTH}
@@ -76,7 +93,7 @@ def check_close(found: list[float], expected: list[float], tolerance: float) -> 
 
 
 def train(folder: Path) -> None:
-    """Trains compiled in bf16, uncompiled in bf16 and uncompiled in fp32; the losses agree."""
+    """Trains compiled in half precision, uncompiled, and uncompiled in fp32; the losses agree."""
     compiled = run(folder, "compiled")
     check_learned(compiled)
     eager = run(folder, "eager", compiled=False)
@@ -146,7 +163,7 @@ def attention(folder: Path) -> None:
         return torch.randn(2, number, tokens, 64, dtype=dtype, device=DEVICE, requires_grad=True)
 
     with kernels.chosen(sdpa_order=attention_order(DEVICE, deterministic=False)):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for dtype in (torch.float32, torch.float16, *[torch.bfloat16] * (HALF == "bf16")):
             k, v = heads(6, length + 37, dtype), heads(6, length + 37, dtype)
             q = heads(12, length + 37, dtype)
             mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=DEVICE)
@@ -183,18 +200,19 @@ def auto_batch(folder: Path) -> None:
     assert f"x {sequences} sequences" not in described, f"no error was caught: {described}"
 
 
-def fp16(folder: Path) -> None:
+def fp16(folder: Path) -> str | None:
     """fp16 with a gradient scaler learns as bf16 does."""
     if not CUDA:
-        return print("skipped: fp16 needs a GPU")
+        return "skipped: fp16 needs a GPU"
     found = losses(run(folder, "run", precision="fp16", max_steps=2 * UPDATES))
     assert found[-1] < found[0] / 2, found
+    return None
 
 
-def fsdp2(folder: Path) -> None:
+def fsdp2(folder: Path) -> str | None:
     """FSDP2 over NCCL on one rank gives the losses of one process, and its model opens."""
-    if not CUDA:
-        return print("skipped: FSDP2 needs a GPU")
+    if not CUDA or HALF == "fp16":
+        return "skipped: the launch config of FSDP2 needs a GPU with bf16"
     from gpt2_accel import from_pretrained
 
     options = settings(folder, "sharded", save_every=12, eval_every=12)
@@ -206,6 +224,7 @@ def fsdp2(folder: Path) -> None:
     sharded = read_json_lines(folder / "sharded" / "metrics.jsonl")
     check_close(losses(sharded)[:5], losses(run(folder, "plain"))[:5], 0.05)
     from_pretrained(folder / "sharded")
+    return None
 
 
 def generation(folder: Path) -> None:
@@ -222,25 +241,141 @@ def generation(folder: Path) -> None:
     print(tokenizer.decode([ids[0] for ids in alone]))
 
 
+def conversations(folder: Path) -> Path:
+    """Writes packed conversations, of which only the answers count in the loss; returns the folder of the data."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.add_tokens([BEGIN_TURN, END_TURN, PADDING], special_tokens=True)
+    tokenizer.eos_token, tokenizer.pad_token = END_TURN, PADDING
+    rows = []
+    for number in range(160):
+        first, count = number % 40, 2 + number % 9
+        answer = " ".join(str(first + i) for i in range(1, count))
+        if number % 2:
+            answer = "Who knows? " * (1 + count // 3)
+        turns = {"user": f"Count from {first} to {first + count}.", "assistant": answer}
+        messages = [{"role": role, "content": text} for role, text in turns.items()]
+        rows.append(json.dumps({"messages": messages}))
+    file, data = folder / "conversations.jsonl", folder / "conversations"
+    file.write_text("\n".join(rows), encoding="utf-8")
+    prepare_conversations(
+        [str(file)], tokenizer, data, sequence_length=128, source="synthetic", model="none"
+    )
+    return data
+
+
+def trajectory(folder: Path, precision: str) -> dict[str, list[float]]:
+    """Trains 20 updates, uncompiled; returns the `losses` in nats and `grad_norms`, before clipping, of all.
+
+    An update has two micro-batches, in which not all targets count. The weights are drawn on the CPU.
+    """
+    data = folder / "conversations"
+    if not data.exists():
+        conversations(folder)
+    shape = {"n_embd": 64, "n_positions": 128, "micro_batch_size": 2, "total_batch_size": 4 * 128}
+    rate = {"learning_rate": 2e-3, "warmup_steps": 4, "max_steps": 20, "max_grad_norm": 1.0}
+    os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"has_block_masks": False})
+    lines = run(folder, precision, precision=precision.replace("fp32", "no"), compiled=False,
+                data_dir=str(data), **shape, **rate)  # fmt: skip
+    del os.environ["GPT2_ACCEL_DEVICE"]
+    lines = [line for line in lines if "train/loss" in line]
+    norms = [line["train/grad_norm"] for line in lines]
+    return {"losses": losses(lines), "grad_norms": norms}
+
+
+def updates(folder: Path) -> None:
+    """20 updates in each precision of the device have the losses and gradient norms of a CPU in fp32."""
+    expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    found = {name: trajectory(folder, name) for name in ["fp32", HALF, *["fp16"] * CUDA]}
+    FIGURES.update(updates=found, expected=expected)
+    problems = [difference(values, expected, name) for name, values in found.items()]
+    assert not any(problems), "; ".join(filter(None, problems))
+
+
+def speed(folder: Path) -> None:
+    """Measures GPT-2 124M, compiled in half precision; a tiny model on a CPU."""
+    size = 16 if total_memory(DEVICE) > 20e9 else 4
+    chosen = measure.training("gpt2" if CUDA else "tiny", size)
+    both = (chosen.jobs[0], chosen.jobs[-1])  # and the matrix products
+    jobs = [replace(job, precision=HALF) for job in both]
+    FIGURES.update(measure.measure(replace(chosen, jobs=jobs), rounds=3))
+
+
 # What compiles several models comes last.
-CHECKS = (attention, resume, train, evaluation, generation)
+CHECKS = (updates, attention, resume, train, evaluation, generation, speed)
 CHECKS += (fp16, fsdp2, qwen3, deterministic, document_mask, auto_batch)
 
 
-def main(names: list[str]) -> None:
-    """Runs the checks, each in a process; a single one in this process."""
-    checks = {check.__name__: check for check in CHECKS}
-    if len(names) == 1:
+def commit() -> str | None:
+    """Returns the commit of this clone, else that from which pip installed the package, None if it is unknown."""
+    if (ROOT / ".git").exists():
+        with chdir(ROOT):
+            return git_commit()
+    for found in distributions(name="gpt2_accel"):
+        about = json.loads(found.read_text("direct_url.json") or "{}")
+        return about.get("vcs_info", {}).get("commit_id")
+    return None
+
+
+def run_check(name: str, output: Path) -> None:
+    """Runs a check in this process, and writes its outcome and figures. Exits with 1 if it fails."""
+    outcome = "passed"
+    try:
+        checks = {check.__name__: check for check in CHECKS}
         with tempfile.TemporaryDirectory() as folder:
-            return checks[names[0]](Path(folder))
+            outcome = checks[name](Path(folder)) or outcome
+    except Exception as error:
+        traceback.print_exc()
+        outcome = f"failed: {first_line(error)}"
+    print(outcome)
+    write_json(output, {"outcome": outcome, **FIGURES})
+    sys.exit(outcome.startswith("failed"))
+
+
+def run_checks(names: list[str], output: Path) -> None:
+    """Runs checks, each in a process, and writes the record. Exits with a sentence if one fails."""
+    record = {"machine": machine(), "versions": installed_versions(), "commit": commit()}
+    record |= {"memory": total_memory(DEVICE), "checks": {}}
     failed = []
-    for name in names or checks:
+    for name in names or [check.__name__ for check in CHECKS]:
         print(f"--- {name}", flush=True)
-        if subprocess.run([sys.executable, __file__, name]).returncode:
+        with tempfile.TemporaryDirectory() as folder:
+            found = Path(folder, "check.json")
+            command = [sys.executable, __file__, name, "--inside", "--output", str(found)]
+            code = subprocess.run(command).returncode
+            own = {
+                "outcome": f"failed: exit code {code}"
+            }  # a process that was killed writes nothing
+            if found.exists():
+                own = json.loads(found.read_text(encoding="utf-8"))
+        record["checks"][name] = own.pop("outcome")
+        record |= own
+        if code:
             failed.append(name)
+    write_json(output, record)
+    print(f"wrote {output}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="checks; by default all")
+    parser.add_argument("--output", type=Path, default=RESULTS / kind() / "card.json")
+    parser.add_argument("--inside", action="store_true", help="run one check in this process")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/expected.json")
+    options = parser.parse_args()
+    if options.record:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        with tempfile.TemporaryDirectory() as folder:
+            write_json(EXPECTED, trajectory(Path(folder), "fp32"))
+    elif options.inside:
+        run_check(options.names[0], options.output)
+    else:
+        run_checks(options.names, options.output)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

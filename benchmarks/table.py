@@ -1,15 +1,19 @@
 """Prints the results as tables, and writes them between the markers of the pages in docs/.
 
-    python benchmarks/table.py
+    python benchmarks/table.py [FILE ...]
 
-Reads `benchmarks/results`. `<!-- bench NAME -->` of a page names a result or a study of `published.py`.
+Reads `benchmarks/results`. `<!-- bench NAME -->` of a page names a result, a study of `published.py`, or the `cards`: the
+records of `make gpu PART=tests`, also those that others made, in `contributed/` or as arguments. A record whose checks did not
+all pass is refused, and the exit code is 1.
 """
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cards import NO_CARDS, read_cards
 from results import RESULTS, read_results
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -31,13 +35,18 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="records of others")
     parser.add_argument("--results", default=RESULTS, type=Path, help="folder of the results")
     parser.add_argument("--docs", default=DOCS, type=Path, help="folder of the pages with markers")
     options = parser.parse_args()
+    rows, refused = read_cards(options.results, options.files)
+    cards = table({"title": "Measured on GPUs", "rows": rows}) if rows else NO_CARDS
 
     def fill(match: re.Match) -> str:
-        found = section(match[1], options.results)
+        found = cards if match[1] == "cards" else section(match[1], options.results)
         print(f"\n{found}")
         return f"<!-- bench {match[1]} -->\n\n{found}\n\n<!-- /bench {match[1]} -->"
 
@@ -45,6 +54,8 @@ def main() -> None:
         text = path.read_text(encoding="utf-8")
         if (filled := SECTION.sub(fill, text)) != text:
             path.write_text(filled, encoding="utf-8")
+    if refused:
+        sys.exit("\n".join(refused))
 
 
 def section(name: str, folder: Path = RESULTS) -> str:

@@ -13,8 +13,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import chat
 import measure
 import table
+from cards import read_cards
 from processes import Job
-from results import read_results
+from results import RESULTS, read_results
 
 TINY = {"shape": measure.TINY, "batch_size": 4}
 
@@ -75,6 +76,8 @@ def values(name: str, column: str, *names: str) -> list[str]:
 
 def test_the_figures_of_the_readme_are_recorded():
     readme = (ROOT / "README.md").read_text()
+    cards, refused = read_cards(RESULTS)
+    assert not refused and ("No GPU figures yet" in readme) == (not cards)
     others = ("nanoGPT's loop", "HF Trainer")
     expected = {
         "speed-up over it: 124M on a CPU": values("gpt2", "speed_up", *others),
