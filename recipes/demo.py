@@ -83,6 +83,7 @@ def main() -> None:
         ssr_mode=False,  # Gradio's Node server would answer in front of the middleware
         footer_links=[],
         css=pages.CSS,
+        js=pages.JS,
         # Fonts of the visitor's system: the page loads nothing from other hosts.
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
     )

@@ -1,5 +1,6 @@
 """Gradio pages for a model: `chat_page` for conversations, `text_page` for continuations of a text."""
 
+import html
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Gradio sometimes covers a text that is stopped with "Error".
-CSS = ".text [data-testid=status-tracker] { display: none }"
+CSS = """
+.text [data-testid=status-tracker] { display: none }
+.message .md { white-space: pre-wrap }
+"""
+# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard with https and on localhost.
+JS = """() => {
+  const clipboard = navigator.clipboard;
+  if (!clipboard) return;
+  const write = clipboard.writeText.bind(clipboard);
+  clipboard.writeText = text => write(
+    text.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&"));
+}"""
 
 
 def settings(length: int) -> list[gr.Slider]:
@@ -40,13 +52,18 @@ def conversation(history: Sequence[dict], message: str, system: str | None) -> l
     for asked, answer in pairwise(history):
         if (asked["role"], answer["role"]) == ("user", "assistant") and text_of(answer):
             messages += user_turn(text_of(asked))
-            messages.append({"role": "assistant", "content": text_of(answer)})
+            messages.append({"role": "assistant", "content": html.unescape(text_of(answer))})
     return messages + user_turn(message)
 
 
 def text_of(message: dict) -> str:
     """Returns the text of a chatbot's message."""
     return "".join(part["text"] for part in message["content"])
+
+
+def escaped(text: str) -> dict:
+    """Returns an answer for a chatbot without Markdown, which shows HTML. Gradio would remove the indentation of a string."""
+    return {"content": [{"type": "text", "text": html.escape(text, quote=False)}]}
 
 
 def chat_page(
@@ -57,7 +74,7 @@ def chat_page(
 ) -> gr.Blocks:
     """Returns a page for conversations with a model, whose name it shows. The browser keeps the conversations."""
 
-    def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[str]:
+    def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
         messages = conversation(history, message, system)
         try:
             dropped, written = chat.answer(model, tokenizer, messages, sampling_of(*values))
@@ -67,11 +84,11 @@ def chat_page(
         if dropped:
             gr.Info(f"{name} no longer reads the first {dropped} messages.")
         for (completion,) in written:
-            yield completion.text
+            yield escaped(completion.text)
 
     return gr.ChatInterface(
         write,
-        chatbot=gr.Chatbot(label=name, height="70dvh"),
+        chatbot=gr.Chatbot(label=name, height="70dvh", render_markdown=False, latex_delimiters=[]),
         additional_inputs=[gr.Textbox(label="System prompt", lines=2), *settings(length=200)],
         additional_inputs_accordion=gr.Accordion("Settings", open=False),
         examples=[[text] for text in examples] or None,

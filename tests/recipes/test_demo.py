@@ -19,17 +19,17 @@ from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import byte_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
-HTML = "Why   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>"
+HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>\n"
 
 
 def save_model(folder, tokenizer, vocab_size):
-    """Saves a model of 512 positions that writes printable ASCII; returns its directory."""
+    """Saves a model of 512 positions that writes HTML again and again, from any byte on; returns its directory."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(vocab_size, 512, n_layer=12, n_head=4, n_embd=256))
+    ids = torch.tensor(list(HTML.encode())).repeat(512)[:512]
     with torch.no_grad():
-        model.wte.weight[:32] = model.wte.weight[127:] = 0
-        for parameter in model.parameters():
-            parameter.mul_(5)
+        model.wte.weight.normal_()
+        model.wpe.weight.copy_(1000 * model.wte.weight[ids])
     save_pretrained(model, folder, tokenizer)
     return folder
 
@@ -161,9 +161,6 @@ class Visitor:
         self.wait_for(lambda: len(self.said("bot")) == count and self.is_done(), seconds=60)
         self.page.wait_for_timeout(500)
 
-    def click(self, title):
-        self.page.locator(f"button[title='{title}']").first.click()
-
     def close(self):
         assert self.errors == []
         self.page.close()
@@ -193,12 +190,17 @@ def test_other_host_names_uploads_and_files_are_refused(chat_server):
 
 
 def test_the_model_reads_answered_messages():
-    from gpt2_accel.tools.pages import conversation
+    from gpt2_accel.tools.pages import conversation, escaped
 
     said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
     history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
     found = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in found] == ["Be kind.", "b", "c", "f"]
+    history = [
+        {"role": "user", "content": escaped("a")["content"]},
+        {"role": "assistant", **escaped(HTML)},
+    ]
+    assert conversation(history, "f", None)[1]["content"] == HTML
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
 
 
@@ -213,6 +215,10 @@ def test_a_conversation_on_a_phone(browser, chat_server):
     one.wait_for(lambda: any(map(len, one.said("bot"))))
     assert not one.is_done()  # the text streams in
     one.wait_for_answers(1)
+    [answer] = one.said("bot")
+    assert HTML in answer and one.page.locator(".message.bot .md *").count() == 0
+    one.page.locator("button[title='Copy message']").last.click()
+    one.wait_for(lambda: one.page.evaluate("navigator.clipboard.readText()") == answer)
     assert one.page.evaluate("document.documentElement.scrollWidth") <= 390
     one.close()
 
