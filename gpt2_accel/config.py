@@ -131,7 +131,7 @@ class TrainConfig:
     lora_alpha: int = setting(8, "scale of the adapter, times its rank")
     lora_dropout: float = setting(0.0, "of the adapter's input")
     dtype: str = setting("float32", "of the weights: float32, or bfloat16 to save memory")
-    depth: int | None = setting(None, "N layers, a width of 64 x N, heads of 64; nanochat's of 128")
+    depth: int | None = setting(None, "N layers of width 64 x N, heads of 64 or nanochat's 128")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")
     n_positions: int = setting(1024, "longest sequence that the model can read")

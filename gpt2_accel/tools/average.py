@@ -27,7 +27,7 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
     dtype = model.dtype
     for group in zip(*(read_tensors(weight_files(path)) for path in checkpoints), strict=True):
         name, tensor = group[0]
-        total = torch.zeros(tensor.shape, dtype=torch.float64)
+        total = torch.zeros(tensor.shape, device="cpu", dtype=torch.float64)
         for _, tensor in group:
             total += tensor
         dtype = tensor.dtype
