@@ -408,7 +408,7 @@ def test_a_full_disk_at_each_stage_loses_nothing(
         monkeypatch.undo()
 
     if stage == "pairs":
-        for left in range(0, 64 << 10, 16 << 10):
+        for left in range(0, 32 << 10, 8 << 10):
             fill(left)
             refused_run("No space left on device")
             assert not list(folder.glob("data-*")) and not list(folder.glob(".data-*.partial"))

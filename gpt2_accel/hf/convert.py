@@ -84,10 +84,42 @@ def from_hf(
     Arguments and errors are those of `load_hf`."""
     with torch.device("meta"):
         model = config.build()
+    found = fitting(model, tensors, source)  # before memory is taken for a wrong config
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     model = filled(model, zeros)
-    load_hf(model, tensors, source)
+    load_hf(model, found.items(), source)
     return model
+
+
+def fitting(
+    model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str
+) -> dict[str, torch.Tensor]:
+    """Returns HF's weights by their full names.
+
+    Raises `ValueError` for a missing, unknown or misshapen tensor.
+    """
+    table = conversion(model.config.architecture)
+    own = to_hf(model)
+    names = model.state_dict().keys()
+    needed = {key for key in own if key.removeprefix(table.prefix) in names}
+    found = {}
+    for key, tensor in tensors:
+        name = key.removeprefix(table.prefix)
+        if not name.endswith(table.ignored):
+            found[name if name == HEAD else table.prefix + name] = tensor
+    unknown = found.keys() - own.keys() - {HEAD}  # a tied head may be there
+    if wrong := (needed - found.keys()) | unknown:
+        raise ValueError(
+            f"{source} and its config are not of one model: only one of them has {min(wrong)}"
+        )
+    for key, tensor in found.items():
+        shape = own[key].shape if key in own else tensor.shape
+        if tensor.shape != shape or tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
+                f"{tuple(shape)}, fp32, fp16 or bf16"
+            )
+    return found
 
 
 @torch.no_grad()
@@ -100,25 +132,11 @@ def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], s
     """
     table = conversion(model.config.architecture)
     own = to_hf(model)  # views of the weights, and zeros for the biases that it does not have
-    names = model.state_dict().keys()
-    needed = {key for key in own if key.removeprefix(table.prefix) in names}
-    found = {}
-    for key, tensor in tensors:
-        name = key.removeprefix(table.prefix)
-        if not name.endswith(table.ignored):
-            found[name if name == HEAD else table.prefix + name] = tensor
+    found = fitting(model, tensors, source)
     head = None if HEAD in own else found.pop(HEAD, None)
-    if wrong := (needed - found.keys()) | (found.keys() - own.keys()):
-        raise ValueError(
-            f"{source} and its config are not of one model: only one of them has {min(wrong)}"
-        )
+    names = model.state_dict().keys()
     for key, tensor in found.items():
-        if tensor.shape != own[key].shape or tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
-                f"{tuple(own[key].shape)}, fp32, fp16 or bf16"
-            )
-        if key not in needed and tensor.any():
+        if key.removeprefix(table.prefix) not in names and tensor.any():
             raise ValueError(f'{source} says "bias": false, but {key} is not zero')
         own[key].copy_(tensor)
     embedding = own[table.prefix + table.padded[0]]
