@@ -230,8 +230,8 @@ def test_a_runs_identity(tiny, data_dir, tmp_path):
 
 @long
 def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
-    """Kills the driver or one of its runs at random, 20 times. The runs of a dead driver end within seconds."""
-    wanted, updates = 20, 8000
+    """Kills the driver or one of its runs at random, 12 times. The runs of a dead driver end within seconds."""
+    wanted, updates = 12, 5000
     parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
     path, whole, out = study_file(tmp_path, data_dir, **parts), tmp_path / "whole", tmp_path / "out"
     compare(path, whole)
