@@ -30,6 +30,7 @@ from results import RESULTS, kind, machine
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.estimate.memory import MARGIN
 from gpt2_accel.hf.chat_template import BEGIN_TURN, CHATML, END_TURN, PADDING
 from gpt2_accel.hf.model_card import installed_versions
 from gpt2_accel.runtime.device import has_bf16, launch_device, total_memory
@@ -188,9 +189,9 @@ def attention(folder: Path) -> None:
 def auto_batch(folder: Path) -> None:
     """--micro_batch_size auto catches real out-of-memory errors and trains with a smaller micro-batch."""
     sequences = 4096 if CUDA else 60
-    if CUDA:  # the largest sizes do not fit into 2 GB
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(2e9 / total)
+    if CUDA:  # the largest sizes do not fit into 2 GB, beside what a trial leaves free
+        share = 2e9 / total_memory(DEVICE) + MARGIN
+        torch.cuda.set_per_process_memory_fraction(share)
     else:
         os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"free_memory": 6_000_000})
     batch = {"micro_batch_size": 0, "total_batch_size": sequences * LENGTH}

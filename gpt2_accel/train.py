@@ -19,6 +19,7 @@ from gpt2_accel.models import Trainable
 from gpt2_accel.optim import set_learning_rate, set_training
 from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
+from gpt2_accel.runtime.device import seed_generators
 from gpt2_accel.runtime.signals import lasting_output
 from gpt2_accel.setup import is_dry_run, setup
 
@@ -81,7 +82,8 @@ def run_updates(run: Run) -> None:
         first, sequences = schedule.first(run.step), schedule.sequences(run.step)  # of the data
         lr = config.learning_rate_at(first / schedule.full)
         set_learning_rate(optimizer, lr, config.learning_rate)
-        torch.manual_seed(int(hash64(config.seed, run.step, accelerator.process_index)[0]))
+        seed = int(hash64(config.seed, run.step, accelerator.process_index)[0])
+        seed_generators(accelerator.device, seed)
         figures = accumulate_gradients(run, first, sequences)
         if figures is None:  # a rank has to stop: the unfinished update is dropped
             break

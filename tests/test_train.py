@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.data.loader import count_windows, read_window
+from gpt2_accel.data.loader import count_windows, hash64, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.run import Run
@@ -28,10 +28,18 @@ def test_the_first_ten_losses_equal_the_recorded_ones(tiny):
 
 
 def test_each_update_has_random_numbers_of_its_own(tiny, monkeypatch):
-    seeds, seed = set(), torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.add(number) or seed(number))
+    drawn = []
+    reduce = Run.reduce
+
+    def draw(*what):
+        drawn.append(torch.rand(1).item())
+        return reduce(*what)
+
+    monkeypatch.setattr(Run, "reduce", draw)
     run(tiny(max_steps=5))
-    assert len(seeds) >= 5
+    assert len(set(drawn)) == 5
+    torch.manual_seed(int(hash64(tiny().seed, 0, 0)[0]))
+    assert drawn[0] == torch.rand(1).item()
 
 
 def test_the_host_copies_no_numbers_for_the_figures_of_an_update(tiny, monkeypatch):

@@ -194,6 +194,16 @@ def cpu_instructions() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} {units}"
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seeds the random generators of the CPU and of `device`.
+
+    `torch.manual_seed` also formats a stack trace for each kind of device that is not in use: up to 0.4 ms.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Moves a tensor from the CPU; copies to a CUDA device from pinned memory, so that the host does not wait."""
     if device.type != "cuda":
