@@ -61,13 +61,13 @@ test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, com
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
-	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby
+	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby generation
 	$(BIN)/python benchmarks/shakespeare.py
 	$(BIN)/python benchmarks/chat.py quickstart smollm2
 	$(BIN)/python benchmarks/table.py
 
 GPU_tests := benchmarks/gpu_checks.py
-GPU_bench := benchmarks/measure.py gpt2
+GPU_bench := benchmarks/measure.py gpt2 generation
 GPU_ladder := recipes/speed_ladder.py --output_dir benchmarks/results
 
 gpu:  ## checks or measurements on a GPU, offline, by the Python that is there: PART=tests, bench or ladder

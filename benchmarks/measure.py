@@ -11,6 +11,7 @@ rounds' ratios. An update is forward, backward, clipping and step on random toke
   share of the matrix products' speed is that of this package's FLOPs.
 - qwen3: GPT-2 and a Qwen3 of the same layers, heads and width, both by this package.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
+- generation: GPT-2 124M writes 64 tokens after a prompt of 16, beside `generate` of transformers, in fp32 (bf16 on a GPU).
 - tiny: to try this script.
 
 `benchmarks/table.py` prints the results.
@@ -20,6 +21,7 @@ import argparse
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +79,17 @@ def training(name: str, batch_size: int | None) -> Benchmark:
     return Benchmark(f"{title} per update", jobs, updates)
 
 
-NAMES = ("gpt2", "qwen3", "baby", "tiny")
+def generation(rows: int | None) -> Benchmark:
+    """Returns the benchmark of generation, by default of one row."""
+    rows = rows or 1
+    precision = "bf16" if launch_device().type == "cuda" else "no"
+    same = {"shape": SMALL, "batch_size": rows, "precision": precision, "targets": 64 * rows}
+    jobs = [Job("gpt2_accel", "generate", **same)]
+    jobs.append(Job("generate of transformers", "hf_generate", **same))
+    return Benchmark(f"GPT-2 124M writes 64 tokens, {rows} at once", jobs)
+
+
+NAMES = ("gpt2", "qwen3", "baby", "generation", "tiny")
 
 
 def random_shards(folder: Path, vocab_size: int) -> None:
@@ -149,7 +161,8 @@ def main() -> None:
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     for name in options.names:
-        found = measure(training(name, options.batch_size), options.rounds)
+        build = generation if name == "generation" else partial(training, name)
+        found = measure(build(options.batch_size), options.rounds)
         write_result(name, found, options.results)
 
 

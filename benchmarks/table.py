@@ -2,9 +2,9 @@
 
     python benchmarks/table.py [FILE ...]
 
-Reads `benchmarks/results`. `<!-- bench NAME -->` of a page names a result, a study of `published.py`, or the `cards`: the
-records of `make gpu PART=tests`, also those that others made, in `contributed/` or as arguments. A record whose checks did not
-all pass is refused, and the exit code is 1.
+Reads `benchmarks/results`. `<!-- bench NAME -->` of a page, or of README.md, names a result, a study of `published.py`, the
+`headline`, which has the comparisons of several results, or the `cards`: the records of `make gpu PART=tests`, also those that
+others made, in `contributed/` or as arguments. A record whose checks did not all pass is refused, and the exit code is 1.
 """
 
 import argparse
@@ -33,6 +33,18 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "remark": ("remark", 1, ""),
 }
 
+# The comparisons of the README: a result, what it measures, the rows of this package and of others.
+HEADLINE = {
+    "gpt2": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
+    "baby": ("training nanoGPT's CPU model", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
+    "shakespeare": (
+        "tiny Shakespeare to a loss of 1.90",
+        ("`shakespeare_fast.py`", "nanoGPT's loop"),
+    ),
+    "generation": ("writing with GPT-2 124M", ("gpt2_accel", "generate of transformers")),
+    "chat_quickstart": ("chat fine-tuning", ("chat_sft", "SFTTrainer, packed")),
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -50,7 +62,7 @@ def main() -> None:
         print(f"\n{found}")
         return f"<!-- bench {match[1]} -->\n\n{found}\n\n<!-- /bench {match[1]} -->"
 
-    for path in sorted(options.docs.rglob("*.md")):
+    for path in (*sorted(options.docs.rglob("*.md")), options.docs.parent / "README.md"):
         text = path.read_text(encoding="utf-8")
         if (filled := SECTION.sub(fill, text)) != text:
             path.write_text(filled, encoding="utf-8")
@@ -60,6 +72,8 @@ def main() -> None:
 
 def section(name: str, folder: Path = RESULTS) -> str:
     """Returns the tables of a result on each kind of device, or of a study. Raises `FileNotFoundError` if there is none."""
+    if name == "headline":
+        return headline(folder)
     if found := read_results(name, folder):
         return "\n\n".join(map(table, found))
     from published import STUDIES  # needs SciPy
@@ -81,8 +95,33 @@ def table(result: dict) -> str:
             share, rate = spread(row["mfu"], ".0%"), row["matmul_flops"]["median"] / 1e12
             title += f"; {row['name']} reaches {share} of the matrix products' {rate:.2f} TFLOP/s"
     if machine := result.get("machine"):
-        title += ". {device}, {threads} threads, torch {torch}, {date}".format(**machine)
+        title += f". {place(machine)}"
     return f"{title}:\n\n{markdown(heads, body)}"
+
+
+def place(machine: dict) -> str:
+    """Returns where and with what a result was measured."""
+    found = "{device}, {threads} threads, torch {torch}, {date}".format(**machine)
+    return f"{found}, version {machine['version']}" if "version" in machine else found
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Returns a row for each comparison of `HEADLINE` on each kind of device, and where they were measured."""
+    rows = []
+    places = []
+    for name, (what, names) in HEADLINE.items():
+        for result in read_results(name, folder):
+            chosen = [next(r for r in result["rows"] if r["name"].startswith(n)) for n in names]
+            device = result["machine"]["device"]
+            for other in chosen[1:]:
+                speed = f"{other['speed_up']['median']:.2f} x"
+                memory = f"{other['memory_ratio']:.2f} x" if "memory_ratio" in other else ""
+                settings = [chosen[0]["setting"], f"{other['name']}, {other['setting']}"]
+                rows.append([f"{what} on {device}", *settings, speed, memory])
+            if place(result["machine"]) not in places:
+                places.append(place(result["machine"]))
+    heads = ["", "here", "beside", "speed", "memory"]
+    return f"{markdown(heads, rows)}\n\nMeasured on {'; '.join(places)}."
 
 
 def cell(row: dict, name: str) -> str:

@@ -157,6 +157,34 @@ def matmul(job: Job, folder: str, gate: Gate) -> None:
         gate(flops=2 * size**3 / min(seconds))
 
 
+def generate(job: Job, folder: str, gate: Gate) -> None:
+    """This package's generation: greedy, without an end, from a prompt of 16 random tokens."""
+    from gpt2_accel.generation.sampling import Sampling, tokens
+    from gpt2_accel.models import convert_parameters
+
+    model = GPT(GPTConfig(**job.shape)).to(DEVICE).eval()
+    convert_parameters(model, DTYPES.get(job.precision, torch.float32))
+    prompts = torch.randint(job.shape["vocab_size"], (job.batch_size, 16)).tolist()
+    sampling = Sampling(job.targets // job.batch_size, temperature=0, compile=job.compile)
+    while True:
+        for _ in tokens(model, prompts, sampling):
+            pass
+        gate()
+
+
+def hf_generate(job: Job, folder: str, gate: Gate) -> None:
+    """The same by `generate` of transformers, with a GPT-2 of the same shape."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(**job.shape, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(config).to(DEVICE, DTYPES.get(job.precision, torch.float32)).eval()
+    prompts = torch.randint(config.vocab_size, (job.batch_size, 16), device=DEVICE)
+    count = job.targets // job.batch_size
+    while True:
+        model.generate(prompts, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        gate()
+
+
 def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
     """`chat_sft.py` or `chat_dpo.py`, by its command line."""
     flags = {
@@ -229,9 +257,8 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
     ).train()
 
 
-KINDS = {
-    kind.__name__: kind for kind in (toolkit, hf_trainer, loop, matmul, chat_recipe, trl_trainer)
-}
+TRAINING = (toolkit, hf_trainer, loop, chat_recipe, trl_trainer)
+KINDS = {kind.__name__: kind for kind in (*TRAINING, matmul, generate, hf_generate)}
 
 
 def main() -> None:
