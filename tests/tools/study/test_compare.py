@@ -107,7 +107,7 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir):
     study.settings["data_dir"] = str(data_dir)
     study.seeds = 1
     tuning = tuning_points(study)
-    assert len(tuning) == len(study.variants) * (7 if study.tune else 0)
+    assert len(tuning) == len(study.variants) * (5 if study.tune else 0)
     trials = plan(study, tuning + seed_points(study, {}))
     assert min(trial.config.max_steps for trial in trials) >= 73  # 75,000 tokens of 1,024
     assert len({trial.id for trial in trials}) == len(trials)
