@@ -206,6 +206,8 @@ class TextWriter:
         self.dtype = DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
         self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
+        unknown = self.tokenizer.unk_token_id
+        self.unknown = -1 if unknown is None else unknown  # numpy is slow with None
         begin, end = document_marks(self.tokenizer)
         self.begin = np.array(begin, self.dtype)
         self.end = np.array(end, self.dtype)
@@ -223,18 +225,23 @@ class TextWriter:
         for piece in group:
             unknown = 0
             if isinstance(piece.chunk, str):
-                whole = piece.chunk.encode("utf-16", "surrogatepass")  # also of two halves
-                text = whole.decode("utf-16", "replace")
+                text = piece.chunk
+                try:
+                    size = len(text.encode())
+                except UnicodeEncodeError:
+                    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    size = len(text.encode())
                 try:
                     tokens = self.tokenize(text)
                 except ValueError as error:
                     raise ValueError(f"{piece.place}: {error}") from error
-                unknown = int(np.count_nonzero(tokens == self.tokenizer.unk_token_id))
+                unknown = int(np.count_nonzero(tokens == self.unknown))
             else:
                 tokens = piece.chunk
-                text = self.decode(tokens)
-            tokens = np.concatenate([self.begin[: piece.begins], tokens, self.end[: piece.ends]])
-            found.append((piece, tokens.astype(self.dtype), len(text.encode()), unknown))
+                size = len(self.decode(tokens).encode())
+            parts = (self.begin[: piece.begins], tokens, self.end[: piece.ends])
+            tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
+            found.append((piece, tokens, size, unknown))
         return found
 
     def decode(self, tokens: np.ndarray) -> str:
