@@ -99,7 +99,7 @@ class ShardWriter:
 
     def __post_init__(self) -> None:
         self._digest = hashlib.sha256()
-        self._file = open(self.path, "wb")
+        self._file = open(self.path, "wb", 2**20)  # documents are short
         self._file.write(bytes(HEADER.size))
 
     def append(self, tokens: np.ndarray) -> None:
