@@ -13,6 +13,7 @@ from conftest import losses, make_text, read_json, refused, run, tiny_config
 from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, open_split
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # Mixtures
@@ -104,8 +105,10 @@ def test_13_000_shards_open_fast_with_few_open_files(data_dir, tmp_path):
     train = manifest["splits"]["train"]
     train["shards"], train["tokens"] = 13_000 * train["shards"], 13_000 * train["tokens"]
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
-    begun = time.perf_counter()
+    begun = time.process_time()
     loader = mixture_loader(tmp_path / "d")
-    assert time.perf_counter() - begun < 5
+    for _ in range(8):  # as often as a run reads it, with that of the loader
+        read_manifest(tmp_path / "d")
+    assert time.process_time() - begun < 1
     assert len(list(loader.update(0, 800))) == 200
     assert len(os.listdir("/proc/self/fd")) < 300
