@@ -1,6 +1,7 @@
 """gpt2_accel: train GPT-2-class language models on the Hugging Face stack."""
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,12 @@ if os.name == "nt":
     raise ImportError(
         "gpt2_accel does not run on Windows: use the Windows Subsystem for Linux (WSL)"
     )
+
+# The threads of libgomp, torch's OpenMP on Linux, wait for each other by spinning. Beside a busy process a spinning thread
+# keeps the core from the thread it waits for. After SPINS rounds it sleeps. libgomp reads this when torch is imported.
+SPINS = "5000"
+if sys.platform == "linux" and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = SPINS
 
 if TYPE_CHECKING:
     from gpt2_accel.hf.convert import from_pretrained, save_pretrained

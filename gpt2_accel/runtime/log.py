@@ -1,5 +1,6 @@
 """The log of a run: measures the training, and writes metrics and samples to files, terminal and trackers; `status.json`."""
 
+import os
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from gpt2_accel.runtime.device import memory_gb
@@ -62,6 +64,8 @@ class RunLog(AbstractContextManager):
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
+        self._cpu_times = cpu_times()
+        self._best = 0.0  # tokens per second
         self.resume()
         return self
 
@@ -98,11 +102,25 @@ class RunLog(AbstractContextManager):
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
         }
+        self.explain(speed)
         if self.full_speed:
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
         shown = {name: f"{figures[name]:.4g}" for name in SHOWN if name in figures}
         self._bar.set_postfix({"at": self.step, **shown}, refresh=False)
+
+    def explain(self, speed: float) -> None:
+        """Prints a warning if the speed has halved and other processes used a fifth of the CPU time or more."""
+        total, own = cpu_times()
+        others = 1 - (own - self._cpu_times[1]) / (total - self._cpu_times[0] + 1e-9)
+        self._cpu_times = total, own
+        if speed < self._best / 2 and others > 0.2:
+            self.print_line(
+                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other processes used {others:.0%} of "
+                "the CPU time"
+            )
+            self._best = speed  # warns again at a further fall
+        self._best = max(self._best, speed)
 
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and the samples that it read."""
@@ -141,6 +159,12 @@ class RunLog(AbstractContextManager):
         if self._files:
             self._files[0].write(line)
         return line
+
+
+def cpu_times() -> tuple[float, float]:
+    """Returns the CPU time in seconds of all processes of the machine, and of those of this run on it."""
+    own = time.process_time() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return sum(psutil.cpu_times()[:3]), own  # user, nice, system
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Properties of the machine, and their overrides by an environment variable."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import gpt2_accel
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE, rows_at_once
 from gpt2_accel.runtime import device
 
@@ -63,3 +65,14 @@ def test_the_loss_has_few_chunks_on_a_gpu(monkeypatch, gpu, precision, chunks):
     logits = device.logits_at_once(device.GPUS[gpu].memory, precision)
     assert -(-65536 // rows_at_once(x, weight, logits)) == chunks
     assert -(-65536 // rows_at_once(x, weight, LOGITS_AT_ONCE)) == 99
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch's OpenMP elsewhere is not libgomp")
+def test_libgomp_reads_our_spin_count_unless_the_user_sets_one():
+    expected = {"X=": gpt2_accel.SPINS, "OMP_WAIT_POLICY=passive": "0", "GOMP_SPINCOUNT=7": "7"}
+    own = {n: v for n, v in os.environ.items() if n not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = [sys.executable, "-c", "import gpt2_accel.models"]
+    for setting, spins in expected.items():
+        env = own | {"OMP_DISPLAY_ENV": "verbose"} | dict([setting.split("=")])
+        shown = subprocess.run(code, env=env, capture_output=True, text=True, timeout=60).stderr
+        assert f"GOMP_SPINCOUNT = '{spins}'" in shown, setting
