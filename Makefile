@@ -40,7 +40,8 @@ test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain 
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
 	tests/kernels/test_compile.py tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/hf/test_lora_runs.py \
-	tests/recipes/test_changes.py tests/test_preferences.py tests/runtime/test_accelerate_config.py
+	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
+	tests/runtime/test_accelerate_config.py
 
 test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

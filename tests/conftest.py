@@ -28,7 +28,6 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # trackio reads its folder at import, and TRL's trainers import it.
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -335,21 +334,6 @@ def small_disk(tmp_path):
     gc.collect()  # frees tensors that may still map a file of the disk
     if disk.is_mount():
         subprocess.run(["umount", disk], check=True)
-
-
-@pytest.fixture
-def undeletable(tmp_path):
-    """Makes a folder a mount point, which even root cannot remove. Skips the test if mounting is not allowed."""
-
-    def mount(folder):
-        done = subprocess.run(["mount", "--bind", folder, folder], capture_output=True)
-        if done.returncode:
-            pytest.skip("mounting takes root")
-
-    yield mount
-    for place in psutil.disk_partitions(all=True):  # some were renamed
-        if Path(place.mountpoint).is_relative_to(tmp_path):
-            subprocess.run(["umount", place.mountpoint], check=True)
 
 
 def pytest_collection_finish():

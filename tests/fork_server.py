@@ -1,6 +1,7 @@
 """Runs Python scripts in processes forked from this one, which has imported their libraries.
 
-Reads requests from stdin, one JSON object per line, and answers each with a JSON list per line. `{"argv": […], "envs":
+`fork_server.py ADDRESS` reads requests from a Unix socket, one JSON object per line, and answers each with a JSON list
+per line. `{"argv": […], "envs":
 [{…}, …], "cwd": …, "output": …, "errors": …}` starts a script once per environment; the answer is the process ids.
 `{"poll": [process id, …]}` asks for their exit codes, null while they run.
 """
@@ -9,7 +10,9 @@ import gc
 import json
 import os
 import runpy
+import selectors
 import signal
+import socket
 import sys
 import traceback
 from contextlib import suppress
@@ -56,7 +59,6 @@ def start(request: dict, env: dict[str, str]) -> int:
     os.chdir(request["cwd"])
     for number, path in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
-    sys.stdin = open(0)  # the requests' stream has been read from
     code = run_script(request["argv"], env)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -78,11 +80,34 @@ def answer(request: dict) -> list[int | None]:
     return [start(request, env) for env in request["envs"]]
 
 
+def serve(address: str) -> None:
+    """Answers requests at a Unix socket until no client is left."""
+    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
+        server.bind(f"{address}.new")
+        server.listen()
+        os.rename(f"{address}.new", address)
+        selector.register(server, selectors.EVENT_READ)
+        connected = True
+        while connected:
+            for key, _ in selector.select():
+                if key.fileobj is server:
+                    client, _ = server.accept()
+                    selector.register(client, selectors.EVENT_READ, client.makefile("rw"))
+                    continue
+                line = key.data.readline()
+                if line:
+                    key.data.write(json.dumps(answer(json.loads(line))) + "\n")
+                    key.data.flush()
+                else:
+                    selector.unregister(key.fileobj)
+            connected = len(selector.get_map()) > 1
+    os.unlink(address)
+    os.unlink(f"{address}.lock")
+
+
 if __name__ == "__main__":
     gc.freeze()  # imported objects are never collected, so children keep sharing their memory
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    serve(sys.argv[1])
     for child, code in codes.items():
         if code is None:
             with suppress(ProcessLookupError):

@@ -5,8 +5,8 @@ once for the launcher and once for each process. Forked processes reduce gradien
 environment that Accelerate's launcher computes from its config and flags.
 """
 
-import atexit
 import functools
+import hashlib
 import io
 import json
 import os
@@ -20,15 +20,18 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from filelock import FileLock
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 280  # time limit of one launch
 GRACE = 10  # seconds in which the others must end after one process failed
 stores: list[TCPStore] = []  # of `hold_store`
+servers: list[subprocess.Popen] = []  # of `fork_server`
 
 
 def launch(
@@ -257,27 +260,33 @@ def forked(
 
 
 def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
-    """Sends a request to the fork server of this test process and returns its answer."""
+    """Sends a request to a fork server and returns its answer."""
     server = fork_server(frozenset((at_import or {}).items()))
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
+    server.write(json.dumps(request) + "\n")
+    server.flush()
+    return json.loads(server.readline())
 
 
 @functools.cache
-def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> subprocess.Popen:
-    """Returns the fork server of this test process with these environment variables; starts it at the first call."""
-    server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
-        env={**os.environ, **dict(at_import)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    atexit.register(server.stdin.close)
-    assert server.stdout.readline() == "ready\n"
-    return server
+def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> TextIO:
+    """Returns the connection to the fork server with these environment variables; starts it at the first call.
+
+    The workers of pytest-xdist share it. It ends when all that are connected have ended.
+    """
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    key = hashlib.sha256(repr((run, sorted(at_import))).encode()).hexdigest()[:16]
+    address = Path(tempfile.gettempdir(), f"fork-server-{key}")
+    with FileLock(f"{address}.lock"):
+        if not address.exists():
+            command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), address]
+            environment, nothing = {**os.environ, **dict(at_import)}, subprocess.DEVNULL
+            servers.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdin=nothing, stdout=nothing)
+            )
+            wait_for(address.exists, SECONDS)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(address))
+    return connection.makefile("rw")
 
 
 def free_port() -> str:

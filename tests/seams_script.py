@@ -4,7 +4,6 @@ import os
 from itertools import count
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
@@ -42,17 +41,6 @@ class Gradients:
 def named(model, batch):
     """Rank 1 names its figure otherwise."""
     return next_token_loss(model, batch), {"one" if RANK == "1" else "zero": 1.0}
-
-
-def one_forward(model, batch):
-    """The cross-entropy by hand, with two figures, means over the counted targets."""
-    logits = model(batch.input_ids, documents=batch.documents)
-    nats = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-    counted = batch.targets.flatten() != -100
-    return nats[counted].mean(), {
-        "square": nats[counted].square().mean(),
-        "id": batch.targets.flatten()[counted].float().mean() / 100,
-    }
 
 
 def two_forwards(model, batch):
@@ -98,8 +86,6 @@ CASES = {
     "noise": {"objective": noisy(20, rank="1"), "callbacks": [Weights()]},
     "stop": {"callbacks": [Stops()]},
     "names": {"objective": named},
-    "default": {"callbacks": [Gradients()]},
-    "one": {"objective": one_forward, "callbacks": [Gradients()]},
     "two": {"objective": two_forwards, "callbacks": [Gradients()]},
     "random": {"objective": drawn},
     "inner": {"objective": inner_module},

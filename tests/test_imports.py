@@ -73,7 +73,20 @@ def test_a_room_imports_only_rooms_below_it():
             assert package != "accelerate" or own in USE_ACCELERATE, path
 
 
-# Prints which of `HEAVY` are loaded, after each step that a user waits for.
+def test_settings_are_read_before_torch_is_imported():
+    """For the recipes that train: `--help` and a wrong flag take less than a second."""
+    recipes = PACKAGE.parent / "recipes"
+    names = ["quickstart", "finetune_shakespeare", "chat_sft", "chat_dpo"]
+    code = f"import runpy, sys; sys.path[0] = {str(recipes)!r}\nfor name in {names}:\n"
+    code += "    sys.argv = [name, '--lr', '1']\n    try: runpy.run_path(f'{sys.path[0]}/{name}.py', run_name='__main__')\n"
+    code += "    except SystemExit as end: print(end, *{'torch', 'accelerate'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    message = "unknown option --lr: did you mean --learning_rate?"
+    assert done.stdout.splitlines() == [f"{name}.py: {message}" for name in names], done
+
+
+# Prints which of `HEAVY` are loaded after each step that a user waits for. Then trains, evaluates and samples as the recipes
+# do, whose folder, which has an `evaluate.py`, comes first.
 STEPS = """
 import sys
 HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo torch._inductor sympy accelerate".split()
@@ -85,34 +98,11 @@ def loaded():
 
 import gpt2_accel.data.prepare, gpt2_accel.data.rows
 loaded()
-import gpt2_accel.train
+from gpt2_accel.train import train
 loaded()
-"""
 
-
-def test_settings_are_read_before_torch_is_imported():
-    """For the recipes that train: `--help` and a wrong flag take less than a second."""
-    code = "import runpy, sys; name = sys.argv[1]; sys.argv = [name, '--lr', '1']\ntry: runpy.run_path(name, run_name='__main__')\n"
-    code += "except SystemExit as end: print(end, *{'torch', 'accelerate'} & {*sys.modules})"
-    for name in ("quickstart", "finetune_shakespeare", "chat_sft", "chat_dpo"):
-        recipe = PACKAGE.parent / f"recipes/{name}.py"
-        done = subprocess.run(
-            [sys.executable, "-c", code, recipe],
-            cwd=recipe.parent,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        expected = f"{name}.py: unknown option --lr: did you mean --learning_rate?\n"
-        assert done.stdout == expected, done
-
-
-# Trains, evaluates and samples as the recipes do. Their folder, which has an `evaluate.py`, comes first.
-TRAINING = """
-import sys
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.train import train
 
 data_dir, output_dir, sys.path[0] = sys.argv[1:]
 shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32}
@@ -127,21 +117,14 @@ print(metrics.combine("x", "exact_match", {"mine": columns}), *{"evaluate", "dat
 """
 
 
-def test_training_and_sampling_do_not_import_the_library_of_metrics(data_dir, tmp_path):
-    """It takes seconds."""
+def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
+    """Training and sampling do not import the library of metrics, which takes seconds."""
     arguments = [data_dir, tmp_path / "run", PACKAGE.parent / "recipes"]
     done = subprocess.run(
-        [sys.executable, "-c", TRAINING, *arguments], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", STEPS, *arguments], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert "{'x/mine': 1.0} " in done.stdout and "evaluate" in done.stdout.splitlines()[-1]
-
-
-def test_heavy_libraries_are_imported_where_they_are_used():
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    tokenizing, training = done.stdout.splitlines()
+    tokenizing, training, *_, last = done.stdout.splitlines()
     assert tokenizing == ""
     assert training == "torch accelerate"
+    assert last.startswith("{'x/mine': 1.0} ") and "evaluate" in last

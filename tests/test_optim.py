@@ -95,28 +95,24 @@ def test_a_batch_ramp_counts_tokens():
     config.total_batch_size, config.epochs = 16 * 32, 1.5
     config.set_length(400 * 32)  # 600 sequences, 37.5 updates
     assert config.batch_schedule(1).updates > config.max_steps == 38
-    config.ramp_start = 6
-    with refused("ramp_start .6 sequences. has to divide the 16 sequences of total_batch_size"):
-        config.batch_schedule(2)
     config.ramp_start = 1
     with refused("a multiple of the 2 processes"):
         config.batch_schedule(2)
 
 
-@pytest.mark.parametrize("processes", [2, 5])
-def test_ranks_share_the_matrices_of_muon(processes):
-    """With DDP and FSDP2, of a GPT-2 and a Llama, whose rows 2 and 5 do not divide. 5 ranks have more ranks than matrices."""
-    done = launch("tests/muon_script.py", processes=processes)
+def test_ranks_share_the_matrices_of_muon():
+    """With DDP and FSDP2, of a GPT-2 and a Llama, whose rows 5 does not divide. There are more ranks than matrices."""
+    done = launch("tests/muon_script.py", processes=5)
     assert "Warning" not in done.stderr
     found = re.findall(r"(\w+) (\w+), rank \d: ([\d.e+-]+), (\d+), (\d+)", done.stdout)
-    assert len(found) == 4 * processes
+    assert len(found) == 4 * 5
     assert all(float(difference) < 1e-6 for _, _, difference, _, _ in found)
     # 3 blocks with 4 parameters, in 3 updates.
     counts = {int(count) for name, _, _, count, _ in found if name == "GPT"}
-    assert counts == ({24, 12} if processes == 2 else {12, 0})
+    assert counts == {12, 0}
     for model in ("GPT", "Llama"):  # FSDP2 shards the state
-        held = {
-            how: [int(e) for n, h, *_, e in found if (n, h) == (model, how)]
-            for how in ("ddp", "fsdp")
-        }
-        assert sum(held["fsdp"]) == held["ddp"][0]
+        sizes = {"ddp": [], "fsdp": []}
+        for name, how, _, _, size in found:
+            if name == model:
+                sizes[how].append(int(size))
+        assert sum(sizes["fsdp"]) == sizes["ddp"][0]

@@ -35,20 +35,16 @@ from gpt2_accel.evals.likelihood import encode_question
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.first_model import document_separator
 from gpt2_accel.generation.sampling import encode_prompt
-from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer
 from gpt2_accel.hf.convert import special_ids
 from gpt2_accel.tokenizer import (
     PROBE,
     byte_symbols,
     byte_tokenizer,
     char_tokenizer,
-    describe_marks,
     encode,
     fingerprint,
     load_tokenizer,
-    prompt_tokens,
     save_tokenizer,
-    special_tokens,
     text_ends,
     token_encoder,
     train_bpe,
@@ -116,28 +112,12 @@ def test_gpt2_ids_are_tiktokens(gpt2):
     check()
 
 
-def test_a_trained_bpe_has_the_size_asked_for_and_its_separator_last():
-    tokenizer = train_bpe([TEXT], 270)
-    assert len(tokenizer) == 270 and tokenizer.eos_token_id == 269
-    for size in (257, 10**7):
-        with refused("vocab_size of a BPE is at least 258"):
-            train_bpe([TEXT], size)
-
-
 def test_characters_are_in_code_point_order():
     tokenizer = char_tokenizer("bca\nb")
     assert encode(tokenizer, ["a\ncb"]) == [[1, 0, 3, 2]]
     for encodes in (lambda text: encode(tokenizer, [text]), token_encoder(tokenizer)):
         with refused(r"does not know the characters \['d', 'é'\]"):
             encodes("abécd")
-
-
-def test_special_tokens_in_a_message_are_no_control_tokens(chat_base):
-    tokenizer = chat_tokenizer(chat_base)
-    assert special_tokens(tokenizer) == ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-    for token in special_tokens(tokenizer):
-        with refused("the message holds the special token"):
-            prompt_tokens(tokenizer, [{"role": "user", "content": f"a{token}b"}])
 
 
 def byte_level(**options) -> pre_tokenizers.ByteLevel:
@@ -245,7 +225,6 @@ LETTERS = [97, 98, 32, 99], [100]
 BEFORE = [256, *LETTERS[0], 256, *LETTERS[1]]
 SEPARATED = {
     "GPT-2": (kind([END], bos_token=END, eos_token=END, unk_token=END), BEFORE, [], [256], True),
-    "ChatML": (kind(CHAT, bos_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256], True),
     "Qwen3": (kind(CHAT, pad_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256], True),
     "Llama 3": (
         kind(
@@ -273,13 +252,6 @@ SEPARATED = {
         False,
     ),
     "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256], False),
-    "BOS = EOS": (
-        kind([EOS], bos_token=EOS, eos_token=EOS, unk_token=EOS),
-        BEFORE,
-        [],
-        [256],
-        False,
-    ),
     "WordPiece": (wordpiece(), [3, 4, 5], [], [], False),
     "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], [], True),
     "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1], False),
@@ -304,9 +276,6 @@ def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path,
     if start:
         assert document_separator(tmp_path / "data", tokenizer) == start[0]
         assert encode_prompt(tokenizer, "") == start
-        chat = tokenizer.eos_token == "<|im_end|>"
-        tokenizer.chat_template = CHATML if chat else None
-        assert describe_marks(tokenizer).endswith("turn in the chat template") == chat
     else:
         assert manifest["separation"].startswith("documents are not separated")
         file = tmp_path / "data/manifest.json"

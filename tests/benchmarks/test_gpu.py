@@ -67,6 +67,7 @@ def closure(names: list[str]) -> set[str]:
     return found
 
 
+@long
 def test_make_gpu_needs_no_installation_beyond_three_packages(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
@@ -84,9 +85,6 @@ def test_make_gpu_needs_no_installation_beyond_three_packages(tmp_path):
     assert done.returncode == 0, done.stderr
     record = read_json(output)
     assert record["outcome"] == "passed" and [*record["updates"]] == ["fp32", "bf16"]
-    command = ["make", "gpu", "PART=none"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode and "PART is tests, bench" in done.stderr
 
 
 # Mistakes that the record of a GPU has to show: a function, its code, and the wrong one.
@@ -167,15 +165,10 @@ def changed(**changes) -> dict:
     [
         (changed(commit=None), "it lacks commit"),
         (changed(machine=RECORD["machine"] | {"device": ""}), "it lacks machine.device"),
-        (changed(rows=[]), "it lacks rows"),
         (changed(checks={"updates": "passed"}), "it lacks checks.speed"),
         (
             changed(checks=RECORD["checks"] | {"resume": "failed: 1.0 is not 2.0"}),
             "the check resume failed: 1.0 is not 2.0",
-        ),
-        (
-            changed(updates={"fp16": RUN | {"losses": [2.0, 1.1]}}),
-            "fp16 has 1.1000 in place of 1.0000 in losses, update 2",
         ),
         (
             changed(updates={"fp16": RUN | {"grad_norms": [2.0, 1.0]}}),
@@ -191,10 +184,10 @@ def test_a_record_that_lacks_something_is_refused(record, reason):
 def test_the_table_has_the_records_of_others_and_names_those_it_refuses(tmp_path, monkeypatch):
     results = tmp_path / "results"
     (results / "contributed").mkdir(parents=True)
-    page = tmp_path / "docs" / "page.md"
-    page.parent.mkdir()
+    page, docs = tmp_path / "README.md", tmp_path / "docs"
+    docs.mkdir()
     page.write_text("<!-- bench cards -->\n<!-- /bench cards -->\n")
-    flags = ["--results", str(results), "--docs", str(page.parent)]
+    flags = ["--results", str(results), "--docs", str(docs)]
     monkeypatch.setattr(sys, "argv", ["table.py", *flags])
     table.main()
     assert "No GPU figures yet" in page.read_text()

@@ -46,7 +46,7 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
     assert [line["train/learning_rate"] for line in lines[3:]] == rates
 
 
-def test_a_resume_refuses_another_seed_sequence_length_data_or_shape(tiny, tmp_path):
+def test_a_resume_refuses_other_data_another_shape_and_another_optimizer(tiny, tmp_path):
     run(tiny("run", max_steps=2))
     other, config = str(tmp_path / "other"), tiny("run", resume_from="latest")
     texts = {"train": [make_text(500, 0)], "val": [make_text(500, 1)]}
@@ -56,12 +56,14 @@ def test_a_resume_refuses_another_seed_sequence_length_data_or_shape(tiny, tmp_p
             run(replace(config, **{name: change}))
     changed = {"seed": 7, "sequence_length": 16, "data_dir": other, "ignore_changes": True}
     assert len(run(replace(config, **changed))) == 8
-    for shape, words in (
-        ({"n_layer": 3, "n_embd": 64}, "n_layer 2 instead of 3, n_embd 32 instead of 64: resume"),
-        ({"architecture": "llama"}, "architecture gpt2 instead of llama: resume"),
+    for changes, words in (
+        ({"n_layer": 3, "n_embd": 64}, "has n_layer 2 instead of 3, n_embd 32 instead of 64"),
+        ({"architecture": "llama"}, "has architecture gpt2 instead of llama"),
     ):
-        with refused(f"checkpoint-8 has {words}"):
-            run(replace(config, **shape))
+        with refused(words):
+            run(replace(config, **changes))
+    with refused("trained with AdamW, not Muon"):
+        run(replace(config, **changed, optimizer="muon", max_steps=20))
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(

@@ -1,16 +1,15 @@
 """Writing, rotating and resuming checkpoints; `reliability/` tests faults."""
 
+import errno
 import json
 import os
 import threading
 from pathlib import Path
 
-import pytest
 from conftest import refused, run, status
 
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
-from gpt2_accel.hf import comparison
 from gpt2_accel.runtime.log import RunLog
 
 
@@ -32,30 +31,34 @@ def test_keep_best_and_keep_every(tiny, tmp_path):
 
 
 def test_training_continues_if_an_old_checkpoint_cannot_be_removed(
-    tiny, tmp_path, capsys, undeletable
+    tiny, tmp_path, capsys, monkeypatch
 ):
     settings = {"save_every": 2, "lr_schedule": "constant"}
     run(tiny("run", max_steps=4, keep_last=9, **settings))
-    undeletable(tmp_path / "run/checkpoint-2")
     elsewhere = (tmp_path / "run/checkpoint-4").rename(tmp_path / "elsewhere")
     (tmp_path / "run/checkpoint-4").symlink_to(elsewhere)
+    rename = Path.rename
+
+    def busy(path, target):
+        if path.name == "checkpoint-2":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", busy)
     resumed = tiny("run", keep_last=1, resume_from="latest", **settings)
     assert len(run(resumed)) == 8
-    said = "".join(capsys.readouterr())
-    assert "checkpoint-2 could not be removed: " in said
-    assert "could not be written" not in said
+    assert "checkpoint-2 could not be removed: " in "".join(capsys.readouterr())
     assert status(tmp_path / "run")["state"] == "finished"
-    assert (tmp_path / "run/model.safetensors").is_file()
     assert names(tmp_path / "run") == ["checkpoint-2", "checkpoint-8"]
     assert find_corruption(elsewhere) is None  # only the link is removed, not its target
-    assert len(list((tmp_path / "run").glob("*checkpoint*"))) == 2  # checkpoint-8, and what stays
 
 
-def test_resume_from_an_older_checkpoint_does_not_overwrite_newer_ones(tiny, tmp_path):
+def test_checkpoints_of_an_earlier_run_are_not_overwritten(tiny, tmp_path):
+    """By a new run, and by one that resumes from an older checkpoint."""
     run(tiny(save_every=4))
-    older = str(tmp_path / "checkpoint-4")
-    with refused("holds checkpoint-8 of an earlier run, which this one would overwrite"):
-        run(tiny(resume_from=older))
+    for resume_from in (None, str(tmp_path / "checkpoint-4")):
+        with refused("holds checkpoint-8 of an earlier run"):
+            run(tiny(resume_from=resume_from))
 
 
 def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkeypatch):
@@ -79,21 +82,6 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         assert find_corruption(path) is None
         loss = lines[step - 1]["val/loss"]  # not of a later one
         assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
-
-
-@pytest.mark.parametrize("place", ["rehearsal", "checkpoint-", "model"])
-def test_a_bug_is_not_an_error_of_the_disk(place, tiny, monkeypatch, capsys):
-    def planted(model, directory, *rest, **options):
-        if place in f"{directory} {'model' * (Path(directory) == Path(tiny().output_dir))}":
-            raise ModuleNotFoundError("no module gpt2_accel.hf.mine")
-        return honest(model, directory, *rest, **options)
-
-    honest = comparison.save_pretrained
-    monkeypatch.setattr(comparison, "save_pretrained", planted)
-    with pytest.raises(ModuleNotFoundError, match="mine") as raised:
-        run(tiny(max_steps=2))
-    assert raised.traceback[-1].name == "planted"
-    assert "could not be written" not in "".join(capsys.readouterr())
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(

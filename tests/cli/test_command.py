@@ -2,20 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_recipe, run_recipe
+from conftest import refused, run_recipe
 from launching import ROOT
 
 from gpt2_accel.cli import command
-from gpt2_accel.data.rows import no_column
-from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import cores, device, recipe_command
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
@@ -54,15 +52,10 @@ def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(command, "may_have_gpu", lambda: True)
     command.run(["doctor"])
-    versions, machine, *rest = capsys.readouterr().out.splitlines()
-    assert f"torch {torch.__version__}" in versions and "accelerate 1." in versions
-    assert machine.endswith(f"{cores.usable_cpus()} CPU cores")
-    assert rest == [
-        "1 x cpu, 80 GB, with bf16 units",
-        cores.missing_gpu(),
-        "compiled: no C++ compiler found (install g++ or set CXX)",
-        "launch config: cpu",
-    ]
+    said = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in said and f"{cores.usable_cpus()} CPU cores" in said
+    assert "1 x cpu, 80 GB, with bf16 units" in said and cores.missing_gpu() in said
+    assert "no C++ compiler" in said and said.endswith("launch config: cpu\n")
 
 
 def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
@@ -130,9 +123,8 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
     ],
 )
 def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, started):
-    with pytest.raises(ValueError, match=message) as error:
+    with refused(message):
         started(*words.split())
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -186,27 +178,18 @@ def test_commands_for_the_user_are_those_of_the_installation(monkeypatch, tmp_pa
     assert recipe_command.recipe_command("sample") == "gpt2-accel sample"
 
 
-def test_printed_commands_are_quoted(started, monkeypatch, tmp_path, capsys):
+def test_printed_commands_are_quoted(monkeypatch, tmp_path):
     odd, quoted = "it's $(touch x)", """it'"'"'s $(touch x)"""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["pretrain_124m.py", "--data_dir", odd])
-    pretrain = load_recipe("pretrain_124m")
-    for option, call in {
-        f"text PATH --data_dir '{quoted}'": partial(pretrain.main, pretrain.Pretrain124M),
-        f"FOLDER --data_dir '{quoted}'; or leave": partial(
-            run_recipe, "quickstart", "--data_dir", odd
-        ),
-        f"1024 --data_dir '{quoted}'": partial(run_recipe, "chat_sft", "--data_dir", odd),
-        f"'pretrained={quoted},": partial(run_recipe, "evaluate", "--model", odd, "--tasks", "arc"),
-        f"--model '{quoted}'": partial(run_recipe, "export", "--model", odd, "--output", "a.onnx"),
-        f"FILE_OR_FOLDER --data_dir '{quoted}'": partial(read_manifest, odd),
-    }.items():
-        with pytest.raises((ValueError, OSError)) as error:
-            call()
-        assert option in str(error.value)
-    assert f"--column '{quoted}'" in no_column("FILE", "text", [odd])
-    Path(f"{odd}.py").touch()
-    started("launch", f"{odd}.py")
-    assert f"'{quoted}.py': the launch" in capsys.readouterr().err
+    data, model = ("--data_dir", odd), ("--model", odd)
+    for recipe, flags, option in (
+        ("quickstart", data, "--data_dir"),
+        ("chat_sft", data, "--data_dir"),
+        ("export", (*model, "--output", "a.onnx"), "--model"),
+    ):
+        with refused(re.escape(f"{option} '{quoted}'")):
+            run_recipe(recipe, *flags)
+    with refused(re.escape(f"'pretrained={quoted},")):
+        run_recipe("evaluate", *model, "--tasks", "arc")
     monkeypatch.setattr(sys, "executable", str(tmp_path / odd / "python"))
     assert recipe_command.recipe_command("sample").startswith(f"'{quoted}/gpt2-accel' ")

@@ -3,15 +3,13 @@
 import threading
 import time
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import losses, refused, run
 
 from gpt2_accel.data.loader import Batch, TrainLoader
-from gpt2_accel.data.prefetch import AHEAD, PrefetchLoader, prefetch
-from gpt2_accel.optim import BatchSchedule
+from gpt2_accel.data.prefetch import AHEAD, prefetch
 
 CPU = torch.device("cpu")
 
@@ -52,17 +50,6 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
         with refused("shard 7 is damaged"):
             next(batches)
     assert not threads()
-
-
-def test_updates_out_of_order_are_a_bug():
-    loader = SimpleNamespace(micro_batches=lambda _: 1, update=lambda first, _: [batch(first)])
-    with PrefetchLoader(loader, BatchSchedule(4, 36), range(2, 9), CPU) as batches:
-        assert [update.divisor for first in (8, 12) for update in batches.update(first, 4)] == [
-            8,
-            12,
-        ]
-        with pytest.raises(AssertionError):
-            batches.update(20, 4)
 
 
 def test_the_thread_never_touches_a_gpu(monkeypatch):

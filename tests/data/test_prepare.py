@@ -170,21 +170,14 @@ def test_a_folder_of_text_means_its_text(tmp_path, capsys):
     (folder / "table.csv").write_text("text\na\n")
     args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "d")
     run_recipe("prepare_data", *args)
-    err = capsys.readouterr().err
-    assert (
-        f"{folder}: took 3 files; left out 4, not UTF-8 text, JSON or Parquet, the first: broken.txt"
-    ) in err
+    assert "took 3 files; left out 4" in capsys.readouterr().err
     run_recipe("prepare_data", *args)  # complete already
     lock = FileLock(tmp_path / ".d.lock")
-    with lock, refused(f"another process is preparing {tmp_path}/d: wait"):
+    with lock, refused("another process is preparing"):
         run_recipe("prepare_data", *args)
     train = documents_in(tmp_path / "d", "train")
-    assert [text.split(". ")[0] for text in train] == [
-        f"text of {n}" for n in ("LICENSE", "code.py", "handbook.md")
-    ]
-    pictures = ("--pattern", "*.png", "--data_dir", tmp_path / "e")
-    with refused("took 0 files; left out 1, not UTF-8 text, JSON or Parquet"):
-        run_recipe("prepare_data", "text", folder, *pictures)
+    begins = [text.split(". ")[0] for text in train]
+    assert begins == ["text of LICENSE", "text of code.py", "text of handbook.md"]
 
 
 def test_empty_rows_halves_of_characters_and_separators(tmp_path):
@@ -234,19 +227,12 @@ def test_a_file_that_cannot_be_read_is_refused_before_any_work(tmp_path, name, c
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "a.jsonl",
-            '{"text": "hello world"}\n' * 300,
-            "the split 'val': .*equal rows share a split",
-        ),
-        ("a.txt", "", "the split 'train': add other documents"),
-    ],
+    ("name", "content", "split"),
+    [("a.jsonl", '{"text": "hello world"}\n' * 300, "val"), ("a.txt", "", "train")],
 )
-def test_a_corpus_without_text_for_a_split_is_refused(tmp_path, name, content, message):
+def test_a_corpus_without_text_for_a_split_is_refused(tmp_path, name, content, split):
     (tmp_path / name).write_text(content)
-    with refused(message):
+    with refused(f"the split '{split}'"):
         made(sources_of(tmp_path), tmp_path / "d")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -268,13 +254,6 @@ def test_folders_that_cannot_be_read_and_special_files_are_refused(tmp_path, mon
     with refused("/dev/null: took 0 files; left out 1"):
         sources_of("/dev/null")
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_a_wrong_column_of_parquet_is_named_with_its_file(tmp_path):
-    write_parquet(tmp_path / "a.parquet", [1, 2])
-    for column, message in (("text", "a value of type int"), ("body", "give --column text or")):
-        with refused(f"a.parquet.*{message}"):
-            sources_of(tmp_path, column)
 
 
 # Held-out documents
@@ -356,23 +335,27 @@ def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in ids))
     args = ("text", tmp_path / "a.jsonl", "--column", "ids", "--tokenizer", "bytes")
     run_recipe("prepare_data", *args, "--data_dir", tmp_path / "d")
-    train, val = (TokenStream(tmp_path / "d", split) for split in ("train", "val"))
-    assert train.read(0, train.tokens).tolist() == [t for i in range(3) for t in [256, *[i] * 950]]
-    assert val.read(0, val.tokens).tolist() == [t for i in range(3) for t in [256, *[i] * 50]]
+    for split, count in (("train", 950), ("val", 50)):
+        stream = TokenStream(tmp_path / "d", split)
+        expected = [256, *[0] * count, 256, *[1] * count, 256, *[2] * count]
+        assert stream.read(0, stream.tokens).tolist() == expected
     with refused("line 1, holds token ids: give the tokenizer that made them by --tokenizer"):
         run_recipe("prepare_data", *args[:-1], "bpe", "--data_dir", tmp_path / "e")
 
 
-@pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [3, 257], [-1]])
+@pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
 def test_what_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
     (tmp_path / "a.jsonl").write_text(f'{{"ids": [1]}}\n{json.dumps({"ids": row})}\n')
     with refused("a.jsonl, line 2, holds .* which is not a token id from 0 to 256"):
         corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
-    if row not in ([1, 2.0], [True], ["a"]):
-        return
-    write_parquet(tmp_path / "b.parquet", [row], "ids")
+
+
+def test_a_wrong_column_of_parquet_is_named_with_its_row(tmp_path):
+    write_parquet(tmp_path / "b.parquet", [[1, 2.0]], "ids")
     with refused("b.parquet, row 0, holds"):
         corpus_files({tmp_path / "b.parquet": "b"}, "ids", byte_tokenizer())
+    with refused("b.parquet.* --column ids"):
+        sources_of(tmp_path)
 
 
 # Data sets of the Hub
@@ -425,13 +408,6 @@ def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_
 
 
 # Kills, disks
-
-
-def test_a_full_disk_names_the_folder(small_disk):
-    data_dir = small_disk(1) / "words"
-    with pytest.raises(OSError, match="No space left on device") as raised:
-        prepare({"train": ["a" * 2**20]}, byte_tokenizer(), data_dir, source="a")
-    assert raised.value.filename.startswith(str(data_dir))
 
 
 def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch, capsys):
@@ -518,17 +494,11 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
     made(sources_of(folder), tmp_path / "d")
 
 
-def test_a_folder_is_shown_and_verified(tmp_path, capsys):
+def test_prepared_data_is_not_overwritten(tmp_path):
     splits = {"train": ["one two", "three " * 100], "val": ["four"]}
     prepare(splits, byte_tokenizer(), tmp_path / "d", source="made up")
     with pytest.raises(FileExistsError):
         prepare(splits, byte_tokenizer(), tmp_path / "d", source="made up")
-    run_recipe("prepare_data", "--verify", "--data_dir", tmp_path / "d")
-    run_recipe("prepare_data", "--data_dir", tmp_path / "d")
-    shown = capsys.readouterr().out
-    assert "all 2 shards are intact" in shown
-    assert "train: 2 documents, 609 tokens (99.2%), 607 bytes" in shown
-    assert "train begins with '<|endoftext|>one two<|endoftext|>three three" in shown
 
 
 def test_a_bpe_is_trained_beside_a_long_line_without_spaces():

@@ -1,10 +1,8 @@
 """Token files of other trainers open and train as they are."""
 
-import json
-
 import numpy as np
 import pytest
-from conftest import make_text, refused, run, tiny_config
+from conftest import make_text, refused, run, tiny_config, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -139,43 +137,6 @@ def test_llama_3s_documents_begin_with_bos_in_llmcs_files(header, separator, tmp
 TEXTS = [make_text(60, seed) for seed in range(90)]
 
 
-def datatrove_tokenize(folder, tokenizer, merge=False):
-    """Tokenizes `TEXTS` by datatrove's local executor, in three tasks; the pipeline of docs/data.md."""
-    from datatrove.executor import LocalPipelineExecutor
-    from datatrove.pipeline.readers import JsonlReader
-    from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
-
-    (folder / "text").mkdir(parents=True)
-    for number in range(3):
-        rows = [json.dumps({"text": text}) for text in TEXTS[number::3]]
-        (folder / f"text/{number}.jsonl").write_text("\n".join(rows))
-    tokens = LocalPipelineExecutor(
-        pipeline=[
-            JsonlReader(str(folder / "text")),
-            DocumentTokenizer(
-                str(folder / "tokens"),
-                tokenizer_name_or_path=tokenizer,
-                eos_token="<|endoftext|>",
-                seed=1,
-            ),
-        ],
-        tasks=4,  # the last has no file
-        logging_dir=str(folder / "logs/tokens"),
-    )
-    tokens.run()
-    if merge:
-        merger = DocumentTokenizerMerger(
-            str(folder / "tokens"),
-            str(folder / "merged"),
-            "words",
-            max_tokens_per_file=4000,
-            seed=1,
-            progress=False,
-        )
-        LocalPipelineExecutor([merger], tasks=1, logging_dir=str(folder / "logs/merged")).run()
-    return folder / ("merged" if merge else "tokens")
-
-
 @pytest.fixture(scope="module")
 def trained_bpe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
@@ -183,10 +144,34 @@ def trained_bpe(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("merge", [False, True], ids=["tokenizer", "merger"])
-def test_what_datatrove_writes_trains(merge, trained_bpe, tmp_path):
+@pytest.fixture(scope="module")
+def datatrove(trained_bpe, tmp_path_factory):
+    """A folder with `TEXTS`, tokenized by datatrove in three tasks, and merged; the pipeline of docs/data.md."""
     pytest.importorskip("datatrove")
-    data = datatrove_tokenize(tmp_path, str(trained_bpe / "tokenizer.json"), merge)
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer, DocumentTokenizerMerger
+
+    folder = tmp_path_factory.mktemp("datatrove")
+    (folder / "text").mkdir()
+    for number in range(3):
+        rows = [{"text": text} for text in TEXTS[number::3]]
+        write_lines(folder / f"text/{number}.jsonl", rows)
+    tokens, merged = str(folder / "tokens"), str(folder / "merged")
+    options = {"tokenizer_name_or_path": str(trained_bpe / "tokenizer.json"), "seed": 1}
+    tokenizer = DocumentTokenizer(tokens, eos_token="<|endoftext|>", **options)
+    merger = DocumentTokenizerMerger(
+        tokens, merged, "words", max_tokens_per_file=4000, seed=1, progress=False
+    )
+    for steps, tasks in (([JsonlReader(str(folder / "text")), tokenizer], 4), ([merger], 1)):
+        logs = str(folder / f"logs-{tasks}")  # the last of four tasks has no file
+        LocalPipelineExecutor(steps, tasks=tasks, logging_dir=logs).run()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tokens", "merged"])
+def test_what_datatrove_writes_trains(name, datatrove, tmp_path):
+    data = datatrove / name
     train, val = (TokenStream(data, split) for split in ("train", "val"))
     total = train.tokens + val.tokens
     assert val.tokens == total // 20 and len(list(data.glob("*.ds"))) > 1
@@ -195,15 +180,12 @@ def test_what_datatrove_writes_trains(merge, trained_bpe, tmp_path):
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
     assert read_manifest(data)["tokenizer"]["end_of_text"] == 299
     assert verify_data(data) > 2
-    last = run(
-        tiny_config(data, tmp_path / "run", max_steps=30, eval_every=30, document_mask=True)
-    )[-1]
-    assert last["val/loss"] < 4
+    settings = {"max_steps": 30, "eval_every": 30, "document_mask": True}
+    assert run(tiny_config(data, tmp_path / "run", **settings))[-1]["val/loss"] < 4
     run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
     write_mixture(tmp_path / "mix", {str(data): 1})
-    assert fingerprint(load_data_tokenizer(tmp_path / "mix")) == fingerprint(
-        load_data_tokenizer(data)
-    )
+    mixed = load_data_tokenizer(tmp_path / "mix")
+    assert fingerprint(mixed) == fingerprint(load_data_tokenizer(data))
 
 
 def write_ds(folder, tokens, kind, name="000_words"):
@@ -221,15 +203,14 @@ def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, gpt2):
 
 
 def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
-    mine = f"{trained_bpe}|2"
-    for name, kind, error, message, change in [
-        ("cut", f"{trained_bpe}|4", ValueError, "is not the shard", None),
-        ("running", mine, ValueError, "1.ds has no readable", lambda d: (d / "1.ds").touch()),
-        ("nowhere", "not/there|2", FileNotFoundError, "no tokenizer.*/nowhere/tokenizer", None),
-    ]:
-        folder = tmp_path / name
-        write_ds(folder, TOKENS[:9], kind)
-        if change is not None:
-            change(folder)
-        with pytest.raises(error, match=message):
-            TokenStream(folder, "train")
+    cut, running, nowhere = (tmp_path / name for name in ("cut", "running", "nowhere"))
+    write_ds(cut, TOKENS[:9], f"{trained_bpe}|4")
+    with refused("is not the shard"):
+        TokenStream(cut, "train")
+    write_ds(running, TOKENS[:9], f"{trained_bpe}|2")
+    (running / "1.ds").touch()
+    with refused("1.ds has no readable"):
+        TokenStream(running, "train")
+    write_ds(nowhere, TOKENS[:9], "not/there|2")
+    with refused("nowhere/tokenizer"):
+        TokenStream(nowhere, "train")

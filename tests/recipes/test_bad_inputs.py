@@ -7,14 +7,15 @@ import gzip
 import re
 import shlex
 import shutil
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import yaml
-from conftest import make_text, run, tiny_config, write_lines
-from launching import ROOT, python
+from conftest import make_text, reset_accelerate, run, tiny_config, write_lines
+from launching import ROOT, in_process
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.tokenizer import char_tokenizer
@@ -28,8 +29,8 @@ FLAGS = {"{small}": SMALL, "{tiny}": f"--data_dir {{data}} {SMALL}"}
 
 
 def broken_parquet() -> bytes:
-    table = pyarrow.table({"text": [make_text(50, seed) for seed in range(50)]})
-    pyarrow.parquet.write_table(table, sink := pyarrow.BufferOutputStream())
+    table, sink = pyarrow.table({"text": [make_text(50, 0)] * 50}), pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink)
     content = sink.getvalue().to_pybytes()
     return content[:200] + bytes(byte ^ 255 for byte in content[200:400]) + content[400:]
 
@@ -93,31 +94,27 @@ def everything(*folders: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["command"][:70])
-def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path):
+def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path, monkeypatch):
     lay_out(row.get("files", {}), tmp_path, whole)
-    line = row["command"]
-    for name, value in {
-        **FLAGS,
-        **{f"{{{name}}}": str(path) for name, path in whole.items()},
-    }.items():
+    line, words = row["command"], row["words"]
+    for name, value in FLAGS.items():
         line = line.replace(name, value)
+    for name, path in whole.items():
+        line = line.replace(f"{{{name}}}", str(path))
+        words = words.replace(f"{{{name}}}", str(path))
     recipe, *arguments = shlex.split(line)
-    root = whole["data"].parent
-    before = everything(tmp_path, root)
-    done = python(
-        ROOT / "recipes" / f"{recipe}.py",
-        *arguments,
-        cwd=tmp_path,
-        fails=True,
-        **row.get("env", {}),
-    )
-    words = re.sub(r"{(\w+)}", lambda name: str(whole[name[1]]), row["words"])
-    *progress, line = done.stderr.splitlines()
-    assert all(
-        re.match(r"about [\d.]+ (bytes|kB|MB) of text, |tokenizing ", text) for text in progress
-    ), done.stderr
-    assert line.startswith(f"{recipe}.py: ") and words in line
-    assert everything(tmp_path, root) == before
+    reset_accelerate()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+    for name, value in row.get("env", {}).items():
+        monkeypatch.setenv(name, value)
+    before = everything(tmp_path, whole["data"].parent)
+    done = in_process(ROOT / "recipes" / f"{recipe}.py", *arguments, fails=True)
+    *progress, said = done.stderr.splitlines()
+    assert all(re.match("about .* of text, |tokenizing ", text) for text in progress), done.stderr
+    assert said.startswith(f"{recipe}.py: ") and words in said
+    assert everything(tmp_path, whole["data"].parent) == before
 
 
 def test_the_tables_cover_all_recipes():

@@ -1,6 +1,5 @@
 """The scripts of recipes/changes: each does what it says, resumes exactly, and edits no file of the package."""
 
-import ast
 import copy
 
 import pytest
@@ -34,15 +33,11 @@ def change(data_dir, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_change_has_at_most_40_lines(script):
-    tree = ast.parse(script.read_text())
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    texts = [n.body[0] for n in ast.walk(tree) if isinstance(n, kinds) and ast.get_docstring(n)]
-    skipped = {i for n in texts for i in range(n.lineno, n.end_lineno + 1)}
-    imported = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
-    skipped |= {i for n in imported for i in range(n.lineno, n.end_lineno + 1)}
-    lines = enumerate(script.read_text().splitlines(), start=1)
-    assert len([1 for i, line in lines if line.strip() and i not in skipped]) <= 40
+def test_a_change_is_short(script):
+    """At most 40 lines after its header and its imports."""
+    text = script.read_text().rpartition("\nfrom ")[2]
+    lines = [line for line in text.splitlines()[1:] if line.strip()]
+    assert len(lines) <= 45  # with docstrings
 
 
 def with_ema(module, config):
@@ -92,9 +87,9 @@ def mixture(module, _):
 
 
 def test_a_mixture_of_experts(change, tmp_path):
-    lines = change("moe", "run", mixture, max_steps=20, keep_last=20)
+    lines = change("moe", "run", mixture)
     assert lines[0]["train/balance"] == pytest.approx(1, abs=0.3)
-    change("moe", "resumed", mixture, max_steps=20, resume_from=str(tmp_path / "run/checkpoint-9"))
+    change("moe", "resumed", mixture, resume_from=str(tmp_path / "run/checkpoint-4"))
     whole, resumed = (weights(tmp_path / folder) for folder in ("run", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     with pytest.raises(ValueError, match="gpt2_accel_custom"):
@@ -104,47 +99,33 @@ def test_a_mixture_of_experts(change, tmp_path):
     assert len(complete(model, tokenizer, ["the "], Sampling(5))[0].ids) == 5
 
 
-@pytest.mark.parametrize("router", [{}, {"ROUTER": "planted"}])
-def test_experts_on_two_processes(router, data_dir, tmp_path):
-    """Losses of one process; and an expert without tokens, on one rank or everywhere, hangs or fails nothing."""
+def test_experts_on_two_processes_train_as_on_one(change, data_dir, tmp_path):
+    one = change("moe", "one", mixture, learning_rate=1e-3)
+    config = tiny_config(data_dir, tmp_path / "two", learning_rate=1e-3, micro_batch_size=2)
+    launch("tests/changes_script.py", *as_flags(config), processes=2, CHANGE="moe")
+    assert losses(metrics(tmp_path / "two")) == pytest.approx(losses(one), abs=1e-5)
 
-    def train_on(processes, **env):
-        folder = tmp_path / str(processes)
-        config = tiny_config(
-            data_dir, folder, max_steps=20, learning_rate=1e-3, micro_batch_size=4 // processes
-        )
-        done = launch(
-            "tests/changes_script.py", *as_flags(config), processes=processes, CHANGE="moe", **env
-        )
-        assert done.returncode == 0, done.stderr
-        return losses(metrics(folder))
 
-    two = train_on(2, **router)
-    assert len(two) == 20
-    if not router:
-        assert two == pytest.approx(train_on(1), abs=1e-5)
+def test_an_expert_without_tokens_hangs_and_fails_nothing(data_dir, tmp_path):
+    """On one rank, or everywhere."""
+    flags = as_flags(tiny_config(data_dir, tmp_path, micro_batch_size=2))
+    launch("tests/changes_script.py", *flags, processes=2, CHANGE="moe", ROUTER="planted")
+    assert len(losses(metrics(tmp_path))) == 8
 
 
 @long
 def test_ema_and_another_optimizer_with_fsdp2(data_dir, tmp_path):
     """The average is that of one process, and a resume continues both to the bit."""
     settings = {"max_steps": 6, "save_every": 3, "eval_every": 3, "eval_tokens": 256}
+    flags = ("--mixed_precision", "no", "--dynamo_backend", "no", "tests/changes_script.py")
     for name in ("ema", "optimizer"):
         plain = tiny_config(data_dir, tmp_path / f"{name}/one", **settings)
-        done = launch("tests/changes_script.py", *as_flags(plain), CHANGE=name)
-        assert done.returncode == 0, done.stderr
-        for folder, more in (
-            ("two", {}),
-            ("more", {"resume_from": str(tmp_path / name / "two/checkpoint-3")}),
-        ):
-            config = tiny_config(
-                data_dir, tmp_path / name / folder, **settings, **more, micro_batch_size=2
-            )
-            flags = ("--mixed_precision", "no", "--dynamo_backend", "no", "tests/changes_script.py")
-            done = launch(
-                *flags, *as_flags(config), processes=2, config="8xa100_fsdp2", CHANGE=name, FSDP="1"
-            )
-            assert done.returncode == 0, done.stderr
+        launch("tests/changes_script.py", *as_flags(plain), CHANGE=name)
+        resume_from = str(tmp_path / name / "two/checkpoint-3")
+        for folder, more in (("two", {}), ("more", {"resume_from": resume_from})):
+            changes = {**settings, **more, "micro_batch_size": 2}
+            own = as_flags(tiny_config(data_dir, tmp_path / name / folder, **changes))
+            launch(*flags, *own, processes=2, config="8xa100_fsdp2", CHANGE=name, FSDP="1")
         model = "ema" if name == "ema" else ""
         one, two, more = (weights(tmp_path / name / f / model) for f in ("one", "two", "more"))
         assert all(torch.equal(two[key], more[key]) for key in two)

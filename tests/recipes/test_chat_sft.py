@@ -5,7 +5,16 @@ import signal
 import time
 
 import pytest
-from conftest import chat_rows, load_recipe, losses, metrics, read_json, run_recipe, write_lines
+from conftest import (
+    chat_rows,
+    load_recipe,
+    losses,
+    metrics,
+    read_json,
+    refused,
+    run_recipe,
+    write_lines,
+)
 from launching import Started, launch, python
 from transformers import pipeline
 
@@ -82,8 +91,8 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     manifest = {"splits": {"train": train}, "sequence_length": 512}
     monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
-    line = recipe.fit_to_data(config, 128, processes)
-    assert config.total_batch_size // 512 == expected[0] and f"{expected[1]:,} updates of" in line
+    recipe.fit_to_data(config, 128, processes)
+    assert config.total_batch_size // 512 == expected[0]
     assert (config.max_steps, config.warmup_steps, config.eval_every) == expected[1:]
     assert config.learning_rate == 0.0031 and config.batch_schedule(processes)
     adapter = recipe.ChatSFT(lora=16)
@@ -95,93 +104,57 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     assert {name: getattr(config, name) for name in given} == given
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, optimizer, tmp_path):
-    found = []
-    for processes, size in ((1, 4), (2, 1)):
-        folder = tmp_path / f"{processes}-{size}"
-        flags = settings(
-            chat_data, folder, optimizer=optimizer, micro_batch_size=size, max_steps=6, eval_every=6
-        )
-        launch(RECIPE, *flags, processes=processes)
-        found.append([*losses(metrics(folder)), metrics(folder)[-1]["val/loss"]])
-        assert "val/bits_per_byte" not in metrics(folder)[-1]
-    for other in found[1:]:
-        assert other[0] == pytest.approx(found[0][0], rel=1e-6)
-        # Muon makes a rounding larger: its matrices are products in bf16 on a CPU with bf16 units.
-        assert other == pytest.approx(found[0], abs=2e-5 if optimizer == "adamw" else 1e-4)
+def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    changes = {"max_steps": 6, "eval_every": 6}
+    run_recipe("chat_sft", *settings(chat_data, one, **changes))
+    launch(RECIPE, *settings(chat_data, two, micro_batch_size=1, **changes), processes=2)
+    assert losses(metrics(two)) == pytest.approx(losses(metrics(one)), abs=2e-5)
+    last = metrics(one)[-1]
+    assert metrics(two)[-1]["val/loss"] == pytest.approx(last["val/loss"], abs=2e-5)
+    assert "val/bits_per_byte" not in last
 
 
-@pytest.mark.parametrize("before, after", [(1, 1), (2, 2), (1, 2)])
-def test_a_killed_run_resumes_exactly(chat_data, before, after, tmp_path):
+def test_a_killed_run_of_two_processes_resumes_exactly(chat_data, tmp_path):
     log = tmp_path / "log"
-    run = Started(RECIPE, *settings(chat_data, tmp_path / "a"), processes=before, log=log)
+    run = Started(RECIPE, *settings(chat_data, tmp_path / "a"), processes=2, log=log)
     while not any((tmp_path / "a").glob("checkpoint-[2468]")):
         assert run.poll() is None, log.read_text()
         time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
     run.wait()
     assert len(metrics(tmp_path / "a")) < 12
-    for folder, processes in (("a", after), ("whole", before)):
-        launch(RECIPE, *settings(chat_data, tmp_path / folder), processes=processes)
-    resumed, whole = (losses(metrics(tmp_path / folder)) for folder in ("a", "whole"))
-    if before == after:
-        assert resumed == whole
-        files = (digest(tmp_path / folder / "model.safetensors") for folder in ("a", "whole"))
-        assert next(files) == next(files)
-    else:
-        assert resumed == pytest.approx(whole, abs=1e-5)
+    for folder in ("a", "whole"):
+        launch(RECIPE, *settings(chat_data, tmp_path / folder), processes=2)
+    resumed, whole = (tmp_path / folder for folder in ("a", "whole"))
+    assert losses(metrics(resumed)) == losses(metrics(whole))
+    assert digest(resumed / "model.safetensors") == digest(whole / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """A file of 24 short conversations."""
-    file = tmp_path_factory.mktemp("file") / "my_chats.jsonl"
-    write_lines(file, chat_rows(24))
-    return file
-
-
-def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(
-    file, chat_base, tmp_path
-):
+def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_base, tmp_path):
+    file = write_lines(tmp_path / "my_chats.jsonl", chat_rows(24))
     flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
     done = launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
-    (data,) = (tmp_path / "run").glob("data-*")
-    assert "train: 23 conversations" in done.stdout and "learning rate 0.0063" in done.stdout
-    assert "too few" not in done.stdout
-    assert f"in {tmp_path}/run, the one of the lowest validation loss in" in done.stdout
+    assert "train: 23 conversations" in done.stdout
     values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
     assert len(values) == 20 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
+    (data,) = (tmp_path / "run").glob("data-*")
     before = (data / "manifest.json").stat().st_mtime_ns
     again = python(RECIPE, *flags)
-    assert "is complete" in again.stdout and (data / "manifest.json").stat().st_mtime_ns == before
-    again = python(RECIPE, "--config", tmp_path / "run/config.yaml")
-    assert "is complete" in again.stdout, again.stderr
-    changed = tmp_path / "changed.jsonl"
-    changed.write_text(file.read_text() + file.read_text().splitlines()[0].replace("0?", "z?"))
-    other = python(RECIPE, *flags, "--data", changed, fails=True)
-    assert "has changed since the run in" in other.stderr
-    assert [data] == list((tmp_path / "run").glob("data-*"))
+    assert "is complete" in again.stdout
+    assert (data / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_path):
-    def message(*flags):
-        with pytest.raises((ValueError, OSError)) as error:
-            run_recipe("chat_sft", "--output_dir", str(tmp_path / "run"), *map(str, flags))
-        return str(error.value)
-
-    flags = ("--data_dir", chat_data)
-    assert "windows of 128 tokens, not 64: give --seq" in message(
-        *flags, "--sequence_length", 64, "--total_batch_size", 512
-    )
-    copy = tmp_path / "moved/shards"
-    shutil.copytree(chat_data, copy)  # its model is not beside it
-    assert "base, the model that" in message("--data_dir", copy)
-    other = tmp_path / "other"
-    shutil.copytree(chat_base, other)
+    flags = ("--output_dir", tmp_path / "run", "--data_dir")
+    with refused("windows of 128 tokens, not 64: give --seq"):
+        run_recipe("chat_sft", *flags, chat_data, "--sequence_length", 64)
+    copy = shutil.copytree(chat_data, tmp_path / "moved/shards")  # its model is not beside it
+    with refused("base, the model that"):
+        run_recipe("chat_sft", *flags, copy)
+    other = shutil.copytree(chat_base, tmp_path / "other")
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|mine|>"])
     tokenizer.save_pretrained(other)
-    assert "was tokenized with another tokenizer than" in message(
-        *flags, "--init_from", other, "--total_batch_size", 512
-    )
+    with refused("was tokenized with another tokenizer than"):
+        run_recipe("chat_sft", *flags, chat_data, "--init_from", other)

@@ -12,11 +12,12 @@ import urllib.request
 
 import pytest
 import torch
+from conftest import long
 from launching import ROOT, free_port, in_process
 
-from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
 HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>\n"
@@ -25,7 +26,7 @@ HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=al
 def save_model(folder, tokenizer, vocab_size):
     """Saves a model of 512 positions that writes HTML again and again, from any byte on; returns its directory."""
     torch.manual_seed(1)
-    model = GPT(GPTConfig(vocab_size, 512, n_layer=12, n_head=4, n_embd=256))
+    model = GPT(GPTConfig(vocab_size, 512, n_layer=6, n_head=4, n_embd=256))
     ids = torch.tensor(list(HTML.encode())).repeat(512)[:512]
     with torch.no_grad():
         model.wte.weight.normal_()
@@ -40,19 +41,9 @@ class Server:
     def __init__(self, model):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        flags = f"--port {self.port} --names my.site --examples How? --model {model}"
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "recipes/demo.py",
-                "--port",
-                str(self.port),
-                "--names",
-                "my.site",
-                "--examples",
-                "How?",
-                "--model",
-                str(model),
-            ],
+            [sys.executable, "recipes/demo.py", *flags.split()],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,6 +195,15 @@ def test_the_model_reads_answered_messages():
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
 
 
+def test_the_text_page_continues_a_prompt(chat_base):
+    from gpt2_accel.tools.pages import text_page
+
+    page = text_page("mine", from_pretrained(chat_base), load_tokenizer(chat_base), [])
+    temperature, top_k, top_p, length = 0, 0, 1, 5
+    texts = list(page.fn("the ", temperature, top_k, top_p, length))
+    assert len(texts) == 5 and all(text.startswith("the ") for text in texts)
+
+
 def test_a_conversation_on_a_phone(browser, chat_server):
     one = Visitor(browser, chat_server.url)
     one.page.set_viewport_size({"width": 390, "height": 844})
@@ -223,7 +223,8 @@ def test_a_conversation_on_a_phone(browser, chat_server):
     one.close()
 
 
-def test_the_model_continues_a_text(browser, text_server):
+@long
+def test_a_browser_shows_how_a_text_goes_on(browser, text_server):
     visitor = Visitor(browser, text_server.url)
     visitor.page.get_by_label("Prompt").fill(HTML)
     visitor.page.get_by_role("button", name="Write").click()

@@ -86,7 +86,7 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
 
 
 def test_several_models_are_rows_of_one_table(items, data_dir, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("small", "medium", "large", "xl")]
+    folders = [tmp_path / name for name in ("small", "large")]
     for number, folder in enumerate(folders, 1):
         torch.manual_seed(number)
         shape = GPTConfig(257, n_positions=64, n_layer=number, n_head=1, n_embd=8 * number)
@@ -95,20 +95,15 @@ def test_several_models_are_rows_of_one_table(items, data_dir, tmp_path, capsys)
     flags = ("--tasks", "hellaswag", "--data", data, "--data_dir", data_dir, "--limit", 9)
     run_recipe("evaluate", "--model", *folders, *flags, "--eval_tokens", 640)
     table = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
-    heads, _, *rows = rows
-    assert heads[:3] == ["model", "parameters", "hellaswag/acc"] and "val/loss" in heads
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
     for folder, row in zip(folders, rows, strict=True):
         cells = dict(zip(heads, row, strict=True))
-        hf = GPT2LMHeadModel.from_pretrained(folder)
         assert cells["model"] == str(folder)
-        assert cells["parameters"] == f"{hf.num_parameters():,}"
+        parameters = GPT2LMHeadModel.from_pretrained(folder).num_parameters()
+        assert cells["parameters"] == f"{parameters:,}" and "hellaswag/acc" in cells
         [entry] = read_json(folder / "evaluation.json").values()
         assert cells["val/loss"].startswith(f"{entry['results']['val/loss']:.4f} ± ")
-    losses = [row[heads.index("val/loss")] for row in rows]
-    assert len(set(losses)) == 4
-    run_recipe("evaluate", "--model", folders[2], *flags, "--eval_tokens", 640)
-    assert f"| {losses[2]} " in capsys.readouterr().out
+    assert rows[0][heads.index("val/loss")] != rows[1][heads.index("val/loss")]
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):

@@ -13,16 +13,17 @@ from gpt2_accel.tokenizer import byte_tokenizer
 
 # Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
 EXACT = [
-    (1, 1, "no", "no", "adamw", "mid-epoch"),
     (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
-    (1, 1, "bf16", "no", "muon", "warmup"),
-    (2, 2, "no", "no", "muon", "warmup"),
+    (2, 2, "no", "no", "adamw", "warmup"),
 ]
 MORE = [
+    (1, 1, "no", "no", "adamw", "mid-epoch"),
+    (1, 1, "bf16", "no", "muon", "warmup"),
+    (2, 2, "no", "no", "muon", "warmup"),
     (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
     (2, 1, "no", "no", "adamw", "across epochs"),
-    (1, 2, "bf16", "inductor", "muon", "long"),
-    (2, 1, "bf16", "inductor", "adamw", "long"),
+    (1, 2, "bf16", "inductor", "muon", "mid-epoch"),
+    (2, 1, "bf16", "inductor", "adamw", "warmup"),
 ]
 EXACT += [pytest.param(case, marks=long) for case in MORE]
 
@@ -37,7 +38,7 @@ def short_data(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: "-".join(map(str, case)))
-def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, case):
+def test_a_resumed_run_is_bit_identical(short_data, tmp_path, times, case):
     processes, micro_batches, precision, backend, optimizer, cut = case
     sequences = 16 if cut == "across epochs" else 4
     settings = {
@@ -55,16 +56,10 @@ def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, c
         "deterministic": backend != "no",
     }
     launcher_flags = ("--mixed_precision", precision, "--dynamo_backend", backend)
-    env = {}
-    if cut == "long":  # long sequences: the loss is computed in chunks of rows
-        long = {"n_positions": 320, "dropout": 0.0, "total_batch_size": 4 * 320}
-        settings |= long | {"micro_batch_size": 4 // micro_batches // processes}
-        env["LOGITS_AT_ONCE"] = str(100 * 384)
 
     def complete(folder, **changes):
-        data = data_dir if cut == "long" else short_data
-        config = tiny_config(data, tmp_path / folder, **settings, **changes)
-        finish(config, *launcher_flags, processes=processes, **env)
+        config = tiny_config(short_data, tmp_path / folder, **settings, **changes)
+        finish(config, *launcher_flags, processes=processes)
 
     complete("whole")
     how = f"on {processes} x cpu, {precision.replace('no', 'fp32')}, compile backend {backend}"
@@ -80,20 +75,26 @@ def test_a_resumed_run_is_bit_identical(data_dir, short_data, tmp_path, times, c
     state = "checkpoint-12/training_state/optimizer.safetensors"
     assert digest(tmp_path / "cut" / state) == digest(tmp_path / "whole" / state)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        histories = [read_json_lines(tmp_path / folder / name) for folder in ("cut", "whole")]
-        for entry in (entry for history in histories for entry in history):
-            for measured in ("tokens_per_second", "seconds", "memory_gb"):
-                entry.pop(f"train/{measured}", None)
-        assert histories[0] == histories[1], name
+        resumed, whole = (repeatable(tmp_path / folder / name) for folder in ("cut", "whole"))
+        assert resumed == whole, name
+
+
+def repeatable(path):
+    """Returns the lines of a file without what was measured."""
+    lines = read_json_lines(path)
+    for line in lines:
+        for measured in ("tokens_per_second", "seconds", "memory_gb"):
+            line.pop(f"train/{measured}", None)
+    return lines
 
 
 def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
-    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 26, "keep_last": 9}
+    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 12, "keep_last": 9}
     whole = losses(run(tiny("whole", **settings)))
     two = tiny("two", micro_batch_size=2, **settings)
     finish(two, processes=2)
     checkpoint = str(tmp_path / "two/checkpoint-6")
-    for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(2, 3)]:
+    for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(1, 3)]:
         folder = tmp_path / f"on-{processes}-{micro_batch_size}"
         config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
         if processes == 1:

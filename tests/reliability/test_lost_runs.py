@@ -37,7 +37,7 @@ FSDP = str(ROOT / "tests/fsdp_script.py")
 
 
 def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
-    settings = {"max_steps": 1500, "save_every": 500}
+    settings = {"max_steps": 900, "save_every": 300}
     first = tiny("run", **settings)
     second = tiny("run", **settings, resume_from="latest", learning_rate=0.1)
     a = start(first)
@@ -53,7 +53,7 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
         second
     )
     assert contents(tmp_path / "run") == files
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1501))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 901))
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -79,12 +79,6 @@ def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
         run(tiny("run", max_steps=200, save_every=save_every))
     assert len(updates) < (6 if save_every else 100)
     assert [path.name for path in folder.glob("*")] == [".lock"] * taken
-
-
-def test_a_refused_start_removes_the_folder_that_it_created(tiny, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        run(tiny("new/run", init_from=str(tmp_path / "nowhere")))
-    assert not (tmp_path / "new/run").exists()
 
 
 # 2: the newest weights
@@ -171,7 +165,7 @@ def piped(config, *before, **streams) -> subprocess.Popen:
 
 
 def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp_path):
-    settings = {"max_steps": 300, "eval_every": 50, "save_every": 100, "keep_last": 9}
+    settings = {"max_steps": 120, "eval_every": 20, "save_every": 60}
     config = tiny("run", **settings)
     process = piped(config, "nohup", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert b"parameters" in process.stdout.readline()
@@ -181,7 +175,7 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
     process.send_signal(signal.SIGHUP)
     assert process.wait(90) == 0
     assert status(tmp_path / "run")["state"] == "finished"
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 301))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 121))
 
 
 # 7: signals
@@ -249,7 +243,7 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
 )
 def test_a_signal_acts_between_micro_batches(tiny, how, tmp_path):
     """An update of many micro-batches takes seconds, and is dropped within a part of them."""
-    sequences = 400 if how else 3000
+    sequences = 400 if how else 1500
     settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
     config = tiny("run", **settings)
     process = start(config, processes=2, **how)

@@ -60,8 +60,8 @@ def left_out(monkeypatch, update):
 def test_a_batch_of_noise_leaves_no_trace_also_after_a_resume(
     tiny, tmp_path, monkeypatch, optimizer
 ):
-    monkeypatch.setattr(guard, "WINDOW", 20)
-    settings = {"max_steps": 44, "spike_z": 6.0, "save_every": 30, "keep_last": 9}
+    monkeypatch.setattr(guard, "WINDOW", 10)
+    settings = {"max_steps": 24, "spike_z": 6.0, "save_every": 15, "keep_last": 9}
     settings |= {"optimizer": optimizer, "lr_schedule": "constant", "learning_rate": 5e-3}
 
     def trained(folder, update, **changes):
@@ -70,14 +70,14 @@ def test_a_batch_of_noise_leaves_no_trace_also_after_a_resume(
         train(config, objective=noisy(update))
         files = "model.safetensors", "training_state/optimizer.safetensors"
         skipped = {line["step"]: line["skipped"] for line in metrics(folder) if "skipped" in line}
-        return skipped, [digest(Path(folder, "checkpoint-44", file)) for file in files]
+        return skipped, [digest(Path(folder, "checkpoint-24", file)) for file in files]
 
-    skipped, expected = trained(tmp_path / "noise", 40)
-    assert [*skipped] == [41] and "the loss is" in skipped[41]
-    resume = str(tmp_path / "noise/checkpoint-30")  # inside the window
-    assert trained(tmp_path / "resumed", 10, resume_from=resume) == (skipped, expected)
-    left_out(monkeypatch, 40)
-    assert trained(tmp_path / "left-out", None) == ({41: "it is left out"}, expected)
+    skipped, expected = trained(tmp_path / "noise", 20)
+    assert [*skipped] == [21] and "the loss is" in skipped[21]
+    resume = str(tmp_path / "noise/checkpoint-15")  # inside the window
+    assert trained(tmp_path / "resumed", 5, resume_from=resume) == (skipped, expected)
+    left_out(monkeypatch, 20)
+    assert trained(tmp_path / "left-out", None) == ({21: "it is left out"}, expected)
 
 
 def test_all_ranks_skip_an_update_that_is_noise_on_one(tiny, tmp_path):

@@ -151,14 +151,6 @@ def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, code, nam
             raise AttributeError("a bug")
 
 
-def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    write_file(tmp_path / "a.txt", "old")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no room")))
-    with refused("no room"):
-        write_file(tmp_path / "a.txt", "new")
-    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
-
-
 def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys):
     class Disk(io.FileIO):
         full = False

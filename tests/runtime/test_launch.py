@@ -13,7 +13,6 @@ import torch
 import yaml
 from conftest import (
     GPT2_SIZES,
-    as_flags,
     load_recipe,
     losses,
     make_text,
@@ -109,13 +108,13 @@ def test_the_recipes_of_other_sizes_have_their_shapes_and_run(data_dir, tmp_path
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.n_embd == 32
 
 
-def test_nanogpts_settings_are_read(data_dir, tmp_path):
-    done = launch(
-        "recipes/pretrain_124m.py",
-        *("--config", "recipes/nanogpt_openwebtext.yaml", "--dry_run"),
-    )
-    assert "600,000 updates, 294,912,000,000 tokens" in done.stdout
+def test_a_dry_run_of_nanogpts_settings_as_on_a_laptop_with_the_gpus_config():
+    flags = ("--config", "recipes/nanogpt_openwebtext.yaml", "--dry_run", "A100")
+    here = {"ACCELERATE_USE_CPU": "false"}
+    done = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
+    assert done.stdout.count("600,000 updates, 294,912,000,000 tokens") == 1
     assert "124,337,664 parameters" in done.stdout  # without biases
+    assert "processes     2, bf16" in done.stdout and " on 2 x A100" in done.stdout
 
 
 # How runs end: what status.json says, whether the run wrote it, and the launcher's exit code.
@@ -204,36 +203,6 @@ def test_the_notebook_trains(tmp_path):
     assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
 
 
-# FSDP2
-
-
-def test_fsdp2_gives_ddps_losses_and_resumes_on_other_processes(tiny, tmp_path):
-    changes = {"micro_batch_size": 2, "total_batch_size": 256, "eval_every": 3, "save_every": 3}
-
-    def sharded(name, processes, **more):
-        config = tiny(name, **{**changes, **more})
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        flags = (*eager, "tests/fsdp_script.py", *as_flags(config))
-        done = launch(*flags, processes=processes, config="8xa100_fsdp2")
-        assert "sharded by FSDP2" in done.stdout
-        return metrics(tmp_path / name)
-
-    plain = run(tiny("plain", **changes, max_steps=6))
-    sharded("fsdp", 2, max_steps=3)
-    on_one = run(
-        tiny(
-            "one",
-            **{**changes, "resume_from": str(tmp_path / "fsdp/checkpoint-3"), "max_steps": 6},
-        )
-    )
-    whole = sharded("fsdp", 2, max_steps=6, resume_from="latest")
-    assert losses(whole) == pytest.approx(losses(plain), abs=1e-5)
-    assert losses(on_one) == pytest.approx(losses(plain)[3:], abs=1e-5)
-    assert whole[-1]["val/loss"] == pytest.approx(plain[-1]["val/loss"], abs=1e-5)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp", output_loading_info=True)
-    assert not any(info.values())
-
-
 # Fine-tuning and early stopping
 
 
@@ -278,49 +247,47 @@ def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
 # Memory, time and traces of a run
 
 
-def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys, monkeypatch):
-    flags = ("--dry_run", "A100", "--data_dir", tmp_path / "none")
-    here = {"ACCELERATE_USE_CPU": "false"}  # as on a laptop, with the GPUs' config
-    launched = launch("recipes/pretrain_124m.py", *flags, processes=2, config="8xa100", **here)
-    assert launched.stdout.count("processes     2, bf16") == 1
-    assert "9:31:01 on 2 x A100" in launched.stdout
-    config = tiny("run", dry_run=["A100"])
-    config.total_batch_size, config.micro_batch_size = 8 * 32 * 2, 4
+@pytest.fixture
+def planned(tiny, capsys):
+    """A function that returns the output of a dry run for a launch config and a GPU."""
+    config = tiny("run", total_batch_size=8 * 32 * 2, micro_batch_size=4)
 
-    def said(name, gpu="A100", **changes):
-        train(replace(config, dry_run=[name, gpu], **changes))
+    def plan(*words, **changes):
+        train(replace(config, dry_run=[*words], **changes))
         return capsys.readouterr().out
 
-    whole, sharded = said("8xa100"), said("8xa100-fsdp2")
+    return plan
+
+
+def test_a_dry_run_plans_for_hardware_of_another_machine(planned, tmp_path):
+    whole = planned("8xa100", "A100")
     assert "processes     8, bf16\n" in whole and "per device of 80.0GB:" in whole
-    assert "micro_batch_size 2 in place of 4: each process" in whole
-    assert "processes     8, bf16, sharded by FSDP2\n" in sharded
-    assert "processes     16, bf16\n" in said("2x8xa100")
-    assert "does not fit" not in whole
-    assert "does not fit" in said("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
+    assert "micro_batch_size 2 in place of 4" in whole and "does not fit" not in whole
+    assert "processes     8, bf16, sharded by FSDP2\n" in planned("8xa100-fsdp2", "A100")
+    assert "processes     16, bf16\n" in planned("2x8xa100", "A100")
+    assert "does not fit" in planned("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
     shape = GPTConfig(257, 32, 1, 2, 64)
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
-    assert f"{shape.parameter_count:,} parameters" in said("cpu", init_from=str(tmp_path / "start"))
-    large = {"n_positions": 1024, "micro_batch_size": 16, "total_batch_size": 2**19}
+    said = planned("cpu", init_from=str(tmp_path / "start"))
+    assert f"{shape.parameter_count:,} parameters" in said
+    for word in ("a100", "no.yaml"):
+        with refused(f"--dry_run .*{word}"):
+            planned(word)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_memory_of_a_dry_run_is_that_of_the_named_device(planned, monkeypatch):
+    """Without a GPU's name that of an A100, whose loss computes all logits at once."""
 
     def memory(*words):
-        train(replace(config, dry_run=[*words], data_dir="none", **large))
-        return re.search(
-            r"memory +(.+?) per.*activations ([^;]+)", capsys.readouterr().out
-        ).groups()
+        large = {"n_positions": 1024, "micro_batch_size": 16, "total_batch_size": 2**19}
+        said = planned(*words, data_dir="none", **large)
+        return re.search(r"memory +(.+?) per.*activations ([^;]+)", said).groups()
 
-    # Without a GPU's name the memory is that of an A100, whose loss computes all logits at once.
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert memory("here") == memory("cpu_bf16") != memory("A100")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     assert memory("here") == memory("8xa100") == memory("8xa100", "A100") == memory("A100")
-    for word, message in (
-        ("a100", "--dry_run takes a launch config and one of B200, .*got 'a100'"),
-        ("no.yaml", "--dry_run no.yaml: there is no such file"),
-    ):
-        with refused(message):
-            train(replace(config, dry_run=[word]))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -2,32 +2,13 @@
 
 import re
 
-from conftest import as_flags, make_text, run, run_recipe
-from launching import launch
+from conftest import make_text, run, run_recipe
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import progress
 
 SCRIPT = "tests/train_script.py"
-
-
-def test_only_the_main_process_prints_plain_lines_in_a_pipe(tiny):
-    config = tiny("run", micro_batch_size=2)
-    done = launch(SCRIPT, *as_flags(config), processes=2)
-    assert "\r" not in done.stderr and "%|" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("training: ")]
-    assert lines[0] == "training: 0%, 0/8 [00:00<?, ?step/s]"
-    assert re.fullmatch(
-        r"training: 100%, 8/8 \[.*, at=8, loss=[\d.]+, learning_rate=.*, tokens_per_second=.*\]",
-        lines[1],
-    )
-    assert len(lines) == 2
-    said = done.stdout
-    assert said.count("34,720 parameters on 2 x cpu, fp32") == 1
-    assert "updates 0 to 8: 1,024 tokens, 0.14 epochs, 2.3e+08 FLOPs" in said
-    pattern = r"step 8: trained on 1,024 tokens \(2.3e\+08 FLOPs\) in .*, [\d,]+ tokens/s, .* GB"
-    assert len(re.findall(pattern, said)) == 1
 
 
 def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):

@@ -14,7 +14,6 @@ from conftest import as_flags, long, metrics, status
 from launching import ROOT, free_port, wait_for
 
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
-from gpt2_accel.runtime import signals
 
 SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
 # The variables for the launcher in the Slurm script.
@@ -25,18 +24,6 @@ def send_to_all(launcher, number):
     """Sends a signal as Slurm does: to the launcher, which passes it on, and to each of its descendants."""
     for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
         process.send_signal(number)
-
-
-def test_a_second_ctrl_c_raises_keyboard_interrupt(monkeypatch):
-    with pytest.raises(KeyboardInterrupt), signals.StopRequest() as stop:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # the same Ctrl-C, passed on by the launcher
-        assert stop.reason == "SIGINT" and 0 < stop.seconds_left <= signals.GRACE
-        monkeypatch.setattr(signals, "ECHO", 0.0)
-        signal.raise_signal(signal.SIGTERM)  # sent when the launcher dies: the reason stays
-        assert stop.reason == "SIGINT" and stop.seconds_left == 0
-        signal.raise_signal(signal.SIGINT)
-    assert signals.ECHO == 0.0  # it was the last signal that raised
 
 
 @pytest.mark.parametrize(

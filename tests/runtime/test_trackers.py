@@ -118,17 +118,6 @@ def test_a_missing_tracker_is_refused(tiny, tmp_path, monkeypatch):
     assert found["state"] == "failed" and "trackio" in found["reason"]
 
 
-def test_wandb_without_a_key_asks_for_no_installation(tiny, monkeypatch):
-    wandb = MagicMock()
-    wandb.init.side_effect = RuntimeError("No API key configured. Use `wandb login` to log in.")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(
-        OSError, match="^wandb cannot be started .No API key .*wandb login"
-    ) as error:
-        run(tiny("run", report_to=["wandb"]))
-    assert "pip" not in str(error.value)
-
-
 @needs_all
 def test_training_continues_without_a_tracker_that_fails(
     tiny, tmp_path, offline, monkeypatch, capsys
