@@ -149,6 +149,7 @@ class Samples:
                 plain = unwrap(accelerator, run.model)
 
             def generate() -> None:
+                assert plain is not None
                 sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
                 model = plain.to(accelerator.device)
                 samples = complete(model, run.tokenizer, self.prompts, sampling)
@@ -231,7 +232,7 @@ class Pushes(AbstractContextManager):
         if run.accelerator.is_main_process:
             self.run = run
             self.scratch = run.run_dir / ".uploads"
-            self.repo_id = run.config.push_to_hub
+            self.repo_id = run.config.push_to_hub or ""
             self.print_line = run.log.print_line
             remove(self.scratch)  # of a process that was killed
 
@@ -253,12 +254,12 @@ class Pushes(AbstractContextManager):
             )
             self.newest = None
             # The interpreter would join the client's own threads, which may wait forever.
-            executors._threads_queues.clear()
+            executors._threads_queues = {}
         remove(self.scratch)
 
     def on_save(self, run: Run, path: Path) -> None:
         if self.run is not None and run.config.hub_strategy != "end":
-            self.push(path, path)
+            self.push(run, path, path)
 
     def on_train_end(self, run: Run, finished: bool) -> None:
         if self.run is None or not finished:
@@ -267,15 +268,15 @@ class Pushes(AbstractContextManager):
             draw_loss(run.run_dir, run.run_dir / PICTURE)
         except (OSError, ValueError) as error:
             self.print_line(f"the loss is not plotted: {sentence(error)}")
-        self.push(run.run_dir, list_checkpoints(run.run_dir)[-1])
+        self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
 
-    def push(self, directory: Path, checkpoint: Path) -> None:
+    def push(self, run: Run, directory: Path, checkpoint: Path) -> None:
         """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder
         `checkpoint`."""
         folder = self.scratch / f"{time.time_ns()}"
         try:
             stage(directory, folder, self.repo_id)
-            if self.run.config.hub_strategy == "checkpoint":
+            if run.config.hub_strategy == "checkpoint":
                 shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")

@@ -97,7 +97,7 @@ class TrainConfig:
     Raises `ValueError`, naming the field, for a value out of its range.
     """
 
-    given = frozenset()
+    given = frozenset[str]()
 
     data_dir: str = setting("data", "token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "folder of the run: logs, checkpoints, final model")
@@ -336,7 +336,7 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     if "dry_run" in given and found.dry_run == []:
         found.dry_run = ["here"]  # without words it plans for this launch
     config = config_class(**{name: getattr(found, name) for name in hints})
-    config.given = frozenset(given)
+    vars(config)["given"] = frozenset(given)
     return config
 
 
@@ -368,12 +368,14 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
         elif default not in (None, [], "") and default is not False:
             text += " [%(default)s]"
         parse, metavar = parser_of(name, hints[name])
-        shape = {"type": parse, "metavar": metavar, "default": default, "help": text}
+        shape: dict[str, Any] = {}
         if get_origin(hints[name]) is list:
-            shape["nargs"] = "*" if name == "dry_run" else "+"
+            shape = {"nargs": "*" if name == "dry_run" else "+"}
         elif parse is true_or_false:  # or no value, which is true
-            shape |= {"nargs": "?", "const": True}
-        section.add_argument(f"--{name}", **shape)
+            shape = {"nargs": "?", "const": True}
+        section.add_argument(
+            f"--{name}", type=parse, metavar=metavar, default=default, help=text, **shape
+        )
     return parser
 
 

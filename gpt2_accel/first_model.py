@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from gpt2_accel.hf.convert import (
 )
 from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.tokenizer import document_marks, load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def build_model(
     config: TrainConfig,
     tokenizer: "PreTrainedTokenizerBase",
     checkpoint: Path | None,
-    given: "Trainable | NewModel | None",
+    given: "torch.nn.Module | NewModel | None",
 ) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
     their weights.
@@ -44,20 +45,23 @@ def build_model(
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):
         raise ValueError(NEEDS_MODEL)
-    if given is not None and not isinstance(given, torch.nn.Module):
-        given = given(config, tokenizer)
+    if given is None or isinstance(given, torch.nn.Module):
+        built: object = given
+    else:
+        built = given(config, tokenizer)
+    own = cast("LanguageModel | None", built)  # it has what `Trainable` names
     wanted = config.architecture
-    if given is not None and wanted in ARCHITECTURES and given.config.architecture != wanted:
+    if own is not None and wanted in ARCHITECTURES and own.config.architecture != wanted:
         raise ValueError(
-            f"--architecture {wanted} is not that of the given model, {given.config.architecture}: leave it out"
+            f"--architecture {wanted} is not that of the given model, {own.config.architecture}: leave it out"
         )
     if source is None:
-        model = given or configured_shape(config, len(tokenizer)).build()
+        model = own or configured_shape(config, len(tokenizer)).build()
     else:
         # `find_checkpoint` has checked a checkpoint to resume.
         directory = verified_directory(source, checkpoint is None, "use another checkpoint")
         merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
-        model = load_model(config, tokenizer, Path(local_directory(directory)), given, merge)
+        model = load_model(config, tokenizer, Path(local_directory(directory)), own, merge)
     n_positions = model.config.n_positions
     config.fit_positions(n_positions)
     length = config.tokens_per_row
@@ -112,7 +116,8 @@ def load_model(
         )
     if given is not None:
         return model
-    if config.lora and not model.adapter:
+    if config.lora and isinstance(model, AnyModel) and not model.adapter:
+        assert config.init_from is not None
         local = Path(config.init_from).is_dir()
         add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
     if config.init_from is not None:

@@ -15,6 +15,7 @@ from gpt2_accel.hf.convert import check_finite
 from gpt2_accel.hf.hub import MODEL_MANIFEST
 from gpt2_accel.hf.lora import merged
 from gpt2_accel.hf.safetensors_files import WEIGHTS
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.run import Run
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import (
@@ -165,6 +166,7 @@ def export_model(run: Run) -> None:
         run.files.compared = False
         if config.lora:
             run.files.save(plain, run.run_dir / "adapter", training)
+            assert isinstance(plain, AnyModel)
             plain = merged(plain)
         run.files.save(plain, run.run_dir, training)
         write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))

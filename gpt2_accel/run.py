@@ -331,8 +331,10 @@ class Run:
         early stopping. Raises `ValueError` if the run evaluates nothing."""
         if self.val_loader is None:
             raise ValueError("the run has no validation data: give --eval_every")
-        own = {"loader": self.val_loader, "measure": self.measure}
-        return self.evaluate(partial(validation_loss, prefix=prefix.rstrip("/"), **own))
+        name = prefix.rstrip("/")
+        return self.evaluate(
+            partial(validation_loss, loader=self.val_loader, measure=self.measure, prefix=name)
+        )
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Adds metrics, by their whole names such as `ema/distance`, to this step's line of `metrics.jsonl`."""
@@ -347,7 +349,12 @@ class Run:
         """Writes what the module holds now as a model directory."""
         plain = self.copied_model()
         self.writer.join()  # it may be comparing the first model
-        on_main_process(lambda: self.files.save(plain, Path(directory), describe_training(self)))
+
+        def save() -> None:
+            assert plain is not None
+            self.files.save(plain, Path(directory), describe_training(self))
+
+        on_main_process(save)
 
     # Checkpoints
 

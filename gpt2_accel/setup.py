@@ -47,7 +47,6 @@ from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.models import (
     LanguageModel,
     ModelConfig,
-    Trainable,
     skeleton,
 )
 from gpt2_accel.models.any_model import AnyModel, documents_cross
@@ -65,7 +64,7 @@ CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
 def setup(
     config: TrainConfig,
     accelerator: Accelerator,
-    model: "Trainable | NewModel | None",
+    model: "torch.nn.Module | NewModel | None",
     objective: Objective,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
     callbacks: Sequence[Any],
@@ -91,7 +90,7 @@ def setup(
     with all_or_none():
         tokenizer = load_data_tokenizer(config.data_dir)
         conversations = bool(read_manifest(config.data_dir).get("sequence_length"))
-        prompts = [
+        prompts: list[Prompt] = [
             user_turn(prompt) if conversations else prompt for prompt in config.sample_prompts
         ]
         for prompt in prompts if config.sample_every else []:

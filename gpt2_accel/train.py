@@ -15,7 +15,6 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
 from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
-from gpt2_accel.models import Trainable
 from gpt2_accel.optim import set_learning_rate, set_training
 from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
@@ -36,7 +35,7 @@ def next_token_loss(
 def train(
     config: TrainConfig,
     *,
-    model: "Trainable | NewModel | None" = None,
+    model: torch.nn.Module | NewModel | None = None,
     objective: Objective = next_token_loss,
     optimizer: Callable[[torch.nn.Module, TrainConfig], torch.optim.Optimizer] | None = None,
     callbacks: Sequence[Any] = (),
@@ -45,7 +44,7 @@ def train(
 
     Writes checkpoints, logs and the final model, an HF directory, into `config.output_dir`. All ranks call it.
 
-    What may be replaced: `model`, a module or a function of the settings and the data's tokenizer; `objective`, which gets
+    What may be replaced: `model`, a module with what `models.Trainable` lists, or a function of the settings and the data's tokenizer; `objective`, which gets
     the prepared model, which it must call, and a micro-batch, and returns its loss, or its loss and figures to log (both
     are means over the counted targets); `optimizer`, a function of the model, not yet prepared, and the settings;
     `callbacks`, objects with methods of `callbacks.Callback`.
@@ -84,13 +83,13 @@ def run_updates(run: Run) -> None:
         set_learning_rate(optimizer, lr, config.learning_rate)
         seed = int(hash64(config.seed, run.step, accelerator.process_index)[0])
         seed_generators(accelerator.device, seed)
-        figures = accumulate_gradients(run, first, sequences)
-        if figures is None:  # a rank has to stop: the unfinished update is dropped
+        totals = accumulate_gradients(run, first, sequences)
+        if totals is None:  # a rank has to stop: the unfinished update is dropped
             break
         grad_norm = accelerator.clip_grad_norm_(
             model.parameters(), config.max_grad_norm or math.inf
         )
-        figures = run.reduce(figures, grad_norm)  # the host waits for the device here
+        figures = run.reduce(totals, grad_norm)  # the host waits for the device here
         scaled = accelerator.scaler is not None  # fp16
         problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
         if problem is None:

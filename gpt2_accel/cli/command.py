@@ -103,7 +103,7 @@ def launch(*args: str) -> None:
         raise ValueError(unknown("recipe in", " ".join(args), RECIPES))
     recipe, options = find("recipe", args[at], RECIPES), args[at + 1 :]
     if {"-h", "--help"} & {*options}:  # needs no launcher, which takes seconds
-        return start(recipe, "--help")
+        start(recipe, "--help")
     chosen = args[:at]
     if not chosen or chosen[0].startswith("-"):
         chosen = (*fitting_launch(), *chosen)

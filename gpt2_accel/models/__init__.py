@@ -10,10 +10,10 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import Field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,12 @@ from gpt2_accel.models.parts import (
     sequence_positions,
 )
 
+if TYPE_CHECKING:
+    from gpt2_accel.config import TrainConfig
+
 
 class ModelConfig:
-    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture; it has `from_settings`,
-    which returns the shape that a `TrainConfig` describes for a vocabulary size or raises `ValueError`, and the
-    properties below.
+    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture.
 
     `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
     `n_kv_head` are the heads of keys and values, `head_dim` the channels of a head.
@@ -42,7 +43,8 @@ class ModelConfig:
     `cross_entropy.capped`.
     """
 
-    architecture: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    architecture: str
     vocab_size: int
     n_positions: int
     n_layer: int
@@ -54,7 +56,16 @@ class ModelConfig:
     soft_cap: float | None = None
 
     experts_per_token: int | None = None  # of a mixture of experts
-    has_plain_head: ClassVar[bool] = True  # so the loss is computed in chunks
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the logits are a matrix product, so that the loss is computed in chunks."""
+        return True
+
+    @classmethod
+    def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "ModelConfig":
+        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` if there is none."""
+        raise NotImplementedError
 
     def build(self) -> "LanguageModel":
         """Builds a model of this shape with newly initialised weights."""
@@ -89,7 +100,7 @@ def config_class(name: str | None) -> type[ModelConfig]:
     return import_module(f"gpt2_accel.models.{name or 'gpt2'}").CONFIG
 
 
-def check_loaded(settings: object, shape: ModelConfig) -> None:
+def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
     """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
     found = shape.architecture, shape.n_layer
     if found != (settings.architecture or found[0], settings.depth or found[1]):
@@ -99,7 +110,7 @@ def check_loaded(settings: object, shape: ModelConfig) -> None:
         )
 
 
-def layers_heads_width(settings: object, head: int = 64) -> tuple[int, int, int]:
+def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, int, int]:
     """Returns layers, heads and width of a `TrainConfig`.
 
     `depth` N means N layers of width 64·N, rounded up to heads of `head` channels (nanochat's rule,
@@ -139,6 +150,7 @@ class LanguageModel(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     separator: int | None = None
     checkpoint_activations = False
+    aux_coefficient = 0.0  # the weight of the load balancing loss of a mixture of experts
     residual: ClassVar[
         tuple[str, ...]
     ]  # the ends of the names of projections onto the residual stream
@@ -162,7 +174,7 @@ class LanguageModel(nn.Module):
                 is_residual = name.endswith(self.residual)
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if is_residual else 0.02
                 nn.init.normal_(module.weight, std=std)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
         self.head_weight[self.config.vocab_size :] = 0
 
@@ -212,7 +224,7 @@ class LanguageModel(nn.Module):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
-        cache: Sequence[Past] | None = None,
+        cache: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits, or the loss if there are `targets`.
 
@@ -232,7 +244,7 @@ class LanguageModel(nn.Module):
         (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of that many last positions only, and
         `targets` are then those of these positions; 0 computes all.
 
-        `cache` holds the keys and values of the tokens before, a `Past` for each block, and gets those of `input_ids`.
+        `cache`, which `new_cache` returns, holds the keys and values of the tokens before, and gets those of `input_ids`.
         It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all keys that it returns.
 
         Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`, or for `z_loss` with a
@@ -245,9 +257,10 @@ class LanguageModel(nn.Module):
             position_ids = sequence_positions(input_ids, n_positions)
         if documents is None and self.separator is not None and attention_mask is None:
             documents = (input_ids == self.separator).cumsum(dim=1)
+        mask: Mask | None = attention_mask
         if documents is not None:
-            attention_mask = self.document_mask(documents)
-        x = self.hidden(input_ids, position_ids, attention_mask, cache)[:, -logits_to_keep:]
+            mask = self.document_mask(documents)
+        x = self.hidden(input_ids, position_ids, mask, cache)[:, -logits_to_keep:]
         weight, vocab_size = self.head_weight, self.config.vocab_size
         soft_cap = self.config.soft_cap
         if targets is None:
@@ -262,8 +275,11 @@ class LanguageModel(nn.Module):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
-    def new_cache(self, slots: int = 0) -> "Sequence[Past] | None":
-        """Returns an empty KV cache; with `slots` it has memory for so many tokens, else it grows."""
+    def new_cache(self, slots: int = 0) -> Any:
+        """Returns an empty KV cache, a `Past` for each block; with `slots` it has memory for so many tokens, else it grows.
+
+        A class of `transformers` has a cache of its own kind, or None.
+        """
         from transformers.cache_utils import DynamicLayer, StaticLayer
 
         layers = range(self.config.n_layer)

@@ -96,7 +96,7 @@ class AnyConfig(ModelConfig):
         """Returns the shape with other values, such as another `vocab_size`."""
         return AnyConfig({**self.values, **values}, self.attention, self.note)
 
-    def by_layer(self) -> dict[str, list]:
+    def by_layer(self) -> dict[str, list[Any]]:
         """Returns the fields with a value for each layer, such as `layer_types`."""
         lists = {name: value for name, value in self.values.items() if isinstance(value, list)}
         return {name: value for name, value in lists.items() if len(value) == self.n_layer}
@@ -117,8 +117,9 @@ class AnyConfig(ModelConfig):
         """Returns the shape with a small vocabulary and its first layers, up to one of each kind,
         without dropout: what the class computes is tried on it."""
         # Which layers differ may also follow from their number.
-        kinds = list(zip(*self.by_layer().values(), strict=True)) or layer_structures(self) or [""]
-        shape = self.with_depth(max(map(kinds.index, kinds)) + 1)
+        kinds = [str(kind) for kind in zip(*self.by_layer().values(), strict=True)]
+        kinds = kinds or layer_structures(self) or [""]
+        shape = self.with_depth(max(kinds.index(kind) for kind in kinds) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
         sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
@@ -141,7 +142,7 @@ def layer_structures(shape: AnyConfig) -> list[str]:
     with torch.device("meta"):
         inner = shape.build_inner()
     stacks = (m for m in inner.modules() if isinstance(m, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == shape.n_layer), [])
+    layers = next((stack for stack in stacks if len(stack) == shape.n_layer), nn.ModuleList())
     return [str([type(module) for module in layer.modules()]) for layer in layers]
 
 
@@ -195,6 +196,7 @@ class AnyModel(LanguageModel):
     experts, 0 for other models.
     """
 
+    config: AnyConfig
     config_class = AnyConfig
 
     def __init__(self, config: AnyConfig, inner: "PreTrainedModel"):
@@ -247,7 +249,7 @@ class AnyModel(LanguageModel):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         logits_to_keep: int = 0,
-        cache: "Cache | None" = None,
+        cache: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits, or the loss if there are `targets`, as `LanguageModel.forward` does.
 
@@ -295,7 +297,8 @@ class AnyModel(LanguageModel):
         from transformers import DynamicCache
 
         takes = {"past_key_values", "position_ids"} <= self.accepts
-        takes = takes and self.inner._supports_default_dynamic_cache()
+        kind: Any = type(self.inner)
+        takes = takes and kind._supports_default_dynamic_cache()
         return DynamicCache(config=self.inner.config) if takes else None
 
 

@@ -12,6 +12,7 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -20,6 +21,9 @@ import torch.nn.functional as F
 from gpt2_accel.config import check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, Past, attend
+
+if TYPE_CHECKING:
+    from gpt2_accel.config import TrainConfig
 
 
 @dataclass
@@ -56,9 +60,11 @@ class GPTConfig(ModelConfig):
             )
         if self.gelu not in ("tanh", "none"):
             raise ValueError(f"gelu must be 'tanh' or 'none', got {self.gelu!r}")
+        self.n_kv_head = self.n_head
+        self.head_dim = self.n_embd // self.n_head
 
     @classmethod
-    def from_settings(cls, settings: object, vocab_size: int) -> "GPTConfig":
+    def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "GPTConfig":
         """Returns the shape that a `TrainConfig` describes."""
         return cls(
             vocab_size,
@@ -67,14 +73,6 @@ class GPTConfig(ModelConfig):
             bias=settings.bias,
             dropout=settings.dropout,
         )
-
-    @property
-    def n_kv_head(self) -> int:
-        return self.n_head
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
 
     def build(self) -> "GPT":
         return GPT(self)
@@ -92,13 +90,18 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
 
 
+class StackedLinear(nn.Linear):
+    """A projection whose weight stacks q, k and v along its rows. Muon updates each separately."""
+
+    stacked = 3
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head causal self-attention."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_attn.stacked = 3  # q, k and v
+        self.c_attn = StackedLinear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout

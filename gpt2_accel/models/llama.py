@@ -10,7 +10,7 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn as nn
@@ -27,6 +27,9 @@ from gpt2_accel.models.parts import (
     rotary_angles,
     rotate,
 )
+
+if TYPE_CHECKING:
+    from gpt2_accel.config import TrainConfig
 
 
 @dataclass
@@ -72,7 +75,7 @@ class LlamaConfig(ModelConfig):
             )
 
     @classmethod
-    def from_settings(cls, settings: object, vocab_size: int) -> "LlamaConfig":
+    def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
         Layers, heads and width are those of `layers_heads_width`; `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
@@ -194,8 +197,9 @@ class Block(nn.Module):
 class Llama(LanguageModel):
     """A Llama language model. A subclass may have another `attention` or `mlp`."""
 
+    config: LlamaConfig
     config_class = LlamaConfig
-    attention = Attention
+    attention: type[Attention] = Attention
     mlp: type[nn.Module] = SwiGLU
     residual = ("o_proj", "down_proj")
 
@@ -228,8 +232,8 @@ class Llama(LanguageModel):
     ) -> torch.Tensor:
         x = self.embed(input_ids)  # (B, T, C)
         config = self.config
-        angles = rotary_angles(position_ids, config.head_dim, config.rope_theta)
-        angles = tuple(part.to(x.dtype) for part in angles)
+        cos, sin = rotary_angles(position_ids, config.head_dim, config.rope_theta)
+        angles = cos.to(x.dtype), sin.to(x.dtype)
         return self.norm(self.run_blocks(self.layers, x, angles, attention_mask, cache=cache))
 
     @property

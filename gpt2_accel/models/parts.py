@@ -19,7 +19,9 @@ Mask = torch.Tensor | BlockMask
 class Past(Protocol):
     """The KV cache of a block, such as a cache layer of `transformers`."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, /
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends the keys and values of new tokens, (B, H, T, D); returns those of all tokens."""
 
 
@@ -184,7 +186,7 @@ def head_loss(
         bias[vocab_size:] = -math.inf
         logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
         loss = logits_loss(logits, flat, reduction, z_loss)
-    if reduction != "none":
+    if isinstance(loss, tuple) or reduction != "none":
         return loss
     if chosen:
         loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)

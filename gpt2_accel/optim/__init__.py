@@ -9,7 +9,7 @@ The settings of a run import this module, so the functions that need torch impor
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -158,17 +158,16 @@ def build_optimizer(
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     hidden = dict(hidden_matrices(model)) if name == "muon" else {}
     others = [(n, p) for n, p in trained if n not in hidden]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [(n, p) for n, p in trained if n in hidden], "muon": True},
         {"params": [(n, p) for n, p in others if p.ndim >= 2]},
         {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # torch refuses an empty one
-    adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     if name == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **adamw)
+        return torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True)
     stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
-    return Muon(groups, stacked, **adamw)
+    return Muon(groups, stacked, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:

@@ -67,7 +67,7 @@ class Muon(torch.optim.AdamW):
             for param in params:
                 if not self.state[param]:
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-            grads = [own_rows(param.grad) for param in params]
+            grads = [own_rows(param.grad) for param in params if param.grad is not None]
             buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             nesterov = torch.stack(torch._foreach_lerp(grads, buffers, self.momentum))

@@ -10,10 +10,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import psutil
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 OVERRIDES = "GPT2_ACCEL_DEVICE"
 
@@ -247,6 +250,6 @@ def memory_gb() -> float:
 # Sharding
 
 
-def is_shard(tensor: torch.Tensor) -> bool:
+def is_shard(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Whether the tensor is a `DTensor`."""
     return hasattr(tensor, "full_tensor")
