@@ -125,7 +125,7 @@ class Preferences:
         found, train = {}, run.train_loader
         for split in ("train", "val"):
             loader = EvalLoader(
-                open_split(run.config.data_dir, split, train.streams[0].remote),
+                open_split(run.config.data_dir, split),
                 batch_size=train.micro_batch_size,
                 max_tokens=2**62,
                 sequence_length=train.sequence_length,

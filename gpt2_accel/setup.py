@@ -24,7 +24,6 @@ from gpt2_accel.callbacks import (
 from gpt2_accel.checkpoint.find import find_checkpoint
 from gpt2_accel.config import PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     check_pairs,
     data_fingerprint,
@@ -79,8 +78,7 @@ def setup(
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
     with all_or_none():
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        remote = open_hub(config.data_dir, accelerator.local_process_index, ranks)
+        open_hub(config.data_dir)
         pairs = getattr(objective, "pairs", False)
         check_pairs(config.data_dir, wanted=pairs)
         config.rows = 2 if pairs else 1
@@ -121,7 +119,7 @@ def setup(
     if note:
         accelerator.print(note)
     with all_or_none():
-        loader, val_loader = build_loaders(config, accelerator, size, remote)
+        loader, val_loader = build_loaders(config, accelerator, size)
     evaluations = build_evaluations(
         config, accelerator, plain.config, tokenizer, val_loader, measure
     )
@@ -233,10 +231,7 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
 
 def build_loaders(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    micro_batch_size: int,
-    remote: RemoteShards | None,
+    config: TrainConfig, accelerator: Accelerator, micro_batch_size: int
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's share of the data; the validation loader is None if nothing is evaluated.
 
@@ -248,7 +243,7 @@ def build_loaders(
         "world_size": accelerator.num_processes,
     }
     train_loader = TrainLoader(
-        open_split(config.data_dir, "train", remote),
+        open_split(config.data_dir, "train"),
         micro_batch_size=micro_batch_size,
         seed=config.seed,
         **share,
@@ -256,7 +251,7 @@ def build_loaders(
     if not config.eval_every:
         return train_loader, None
     val_loader = EvalLoader(
-        open_split(config.data_dir, "val", remote),
+        open_split(config.data_dir, "val"),
         batch_size=micro_batch_size,
         max_tokens=config.eval_tokens,
         **share,

@@ -23,7 +23,7 @@ The same command, started again after a kill, does what is missing.
 - chat: conversations, of a data set on the Hub or of such files, in the chat template of `--model`
   or ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
 - push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it.
-  `--data_dir hub:USER/NAME` trains on it without a download. See docs/data.md.
+  `--data_dir hub:USER/NAME` trains on it. See docs/data.md.
 
 One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its text. If that is less
 than 1% or more than 15% of the text, the last 5% of each document is held out instead.

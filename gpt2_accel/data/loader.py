@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from gpt2_accel.data.remote import RemoteShards
 from gpt2_accel.data.shards import (
     COUNTS,
     STARTS,
@@ -50,7 +49,6 @@ BLOCK = 64  # consecutive windows that stay close to each other in the order
 GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
 ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 PERIOD = 1024  # positions in which the data sets of a mixture are shuffled
-AHEAD = 16384  # positions whose remote shards are fetched ahead: those of a group of blocks
 ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
 
 
@@ -161,17 +159,12 @@ def locate(
     return sets, places
 
 
-def open_split(
-    data_dir: str | Path, split: str, remote: RemoteShards | None = None
-) -> list[tuple[TokenStream, float]]:
+def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
     """Opens a split of a data folder, or of each folder of a mixture; returns the streams with their shares.
-
-    `remote` reads the shards of data on the Hub.
 
     Raises the errors of `TokenStream`.
     """
-    parts = read_parts(data_dir)
-    return [(TokenStream(folder, split, remote), share) for folder, _, share in parts]
+    return [(TokenStream(folder, split), share) for folder, _, share in read_parts(data_dir)]
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
@@ -242,12 +235,6 @@ class Loader:
         batch = Batch(*map(torch.from_numpy, found[: 2 + self.packed]))
         return batch._replace(numbers=torch.from_numpy(samples[:, 1]))
 
-    def fetch_ahead(self, samples: np.ndarray) -> None:
-        """Begins to fetch the samples, (n, 2), whose shards are remote."""
-        length = self.sequence_length
-        for i, window in samples.tolist():
-            self.streams[i].fetch_ahead(window * length, length + 1)
-
     def end(self) -> None:
         """Raises the `problem`, if there is one."""
         if self.problem is not None:
@@ -270,7 +257,6 @@ class TrainLoader(Loader):
         super().__post_init__()
         self.windows = sum(self.set_windows)
         self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
-        self._fetched = 0  # positions whose remote shards are being fetched
 
     def micro_batches(self, sequences: int) -> int:
         """Returns the number of micro-batches of one rank in an update of `sequences` sequences. Their size is
@@ -286,11 +272,6 @@ class TrainLoader(Loader):
         not be read.
         """
         size = sequences // self.world_size // self.micro_batches(sequences)
-        begin = max(first, self._fetched)
-        end = first + sequences + AHEAD
-        if begin < end and any(stream.remote for stream in self.streams):
-            self.fetch_ahead(self.order(begin, end - begin))
-            self._fetched = end
         samples = self.order(first, sequences)
         counted = np.full(sequences, self.sequence_length)  # what each window counts for
         for i, stream in enumerate(self.streams):
@@ -365,7 +346,6 @@ class EvalLoader(Loader):
             self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:
-        self.fetch_ahead(self.mine)
         for number in range(self.rounds):
             samples = self.mine[number * self.batch_size : (number + 1) * self.batch_size]
             batch = self.read(np.resize(samples, (self.batch_size, 2)))

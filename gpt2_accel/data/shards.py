@@ -21,8 +21,7 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "unknown": number of tokens for text that the tokenizer does not know,
      "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                           "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
-                "val": …},
-     "sums": {file: digests of its pieces (`remote.py`), …}}  # after a push
+                "val": …}}
 
 `end_of_text` begins each document and occurs nowhere else; with some tokenizers another token ends
 each (`tokenizer.document_marks`). In data of 0.4 it may be the unknown token. A split is one long
@@ -45,7 +44,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +62,6 @@ from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from gpt2_accel.data.remote import RemoteShards
 
 VERSION = 1
 PACKED_VERSION = 2
@@ -120,25 +117,21 @@ class ShardWriter:
         return {"file": self.path.name, **counts, "sha256": digest.hex()}
 
 
-def byte_range(dtype: np.dtype, shard: dict, start: int, count: int) -> tuple[int, int, int]:
-    """Returns where the tokens [start, start + count) of a shard begin and end, and its own end."""
-    offset = shard.get("offset", HEADER.size)
-    first = offset + start * dtype.itemsize
-    return first, first + count * dtype.itemsize, offset + shard["tokens"] * dtype.itemsize
-
-
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
     """Returns the tokens [start, start + count) of the file that the manifest lists as `shard`, (count,) of `dtype`.
 
     The file is opened and its header is checked at each call: open files do not grow with the
     number of shards, and a replaced file is noticed. A mapped file would kill the process if it is
-    truncated. Raises `FileNotFoundError`, or `ValueError` if the file is another one, by its size or header.
+    truncated. Raises `FileNotFoundError`, `ValueError` if the file is another one, by its size or header,
+    and `UnreadableData` if the system does not return all bytes.
     """
     path = data_dir / shard["file"]
-    first, last, end = byte_range(dtype, shard, start, count)
+    offset = shard.get("offset", HEADER.size)
+    end = offset + shard["tokens"] * dtype.itemsize
+    wanted = count * dtype.itemsize
     try:
         with open(path, "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), last - first, first)
+            data = os.pread(file.fileno(), wanted, offset + start * dtype.itemsize)
             size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
             header = file.read(HEADER.size)
     except FileNotFoundError:
@@ -154,6 +147,8 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
             f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
             "remove the folder and prepare the data again"
         )
+    if len(data) != wanted:
+        raise UnreadableData(f"{path} gave {len(data):,} of {wanted:,} bytes: try again")
     return np.frombuffer(data, dtype)
 
 
@@ -210,13 +205,12 @@ def listed_shards(manifest: dict) -> list[dict]:
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    `data_dir` holds the manifest, and the shards if no `remote` reads them; then all are checked now.
-    `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
+    All shards are checked now. `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
     `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64,
     what they count for; both are None for text. Raises `ValueError` if the split does not exist.
     """
 
-    def __init__(self, data_dir: str | Path, split: str, remote: "RemoteShards | None" = None):
+    def __init__(self, data_dir: str | Path, split: str):
         manifest = read_manifest(data_dir)
         splits = manifest["splits"]
         if split not in splits:
@@ -224,7 +218,6 @@ class TokenStream:
         entry = splits[split]
         self.data_dir = folder_of(data_dir)
         self.split = split
-        self.remote = remote
         self.tokens: int = entry["tokens"]
         self.bytes: int | None = entry["bytes"]
         self.shards: list[dict] = entry["shards"]
@@ -232,57 +225,38 @@ class TokenStream:
         self.sequence_length: int | None = manifest.get("sequence_length")
         self.dtype = DTYPES[manifest["dtype"]]
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
-        if remote is None:
-            for shard in self.shards:
-                self._read(shard, 0, 0)
+        for shard in self.shards:
+            read_shard(self.data_dir, self.dtype, shard, 0, 0)
         self.targets: np.ndarray | None = None
         if self.sequence_length:
-            targets = entry["targets"]
-            self.targets = self._read(targets, 0, targets["tokens"]).astype(np.int64)
+            shard = entry["targets"]
+            targets = read_shard(self.data_dir, self.dtype, shard, 0, shard["tokens"])
+            self.targets = targets.astype(np.int64)
 
-    def _read(self, shard: dict, start: int, count: int) -> np.ndarray:
-        """Returns tokens of a shard on the disk or elsewhere."""
-        if self.remote is None:
-            return read_shard(self.data_dir, self.dtype, shard, start, count)
-        return self.remote.read(self.dtype, shard, start, count)
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
 
-    def ranges(self, start: int, count: int) -> Iterator[tuple[dict, int, int]]:
-        """Yields where the tokens [start, start + count) are: shards, the first token in each, and how many."""
+        Raises the errors of `read_shard`, and `ValueError` if a token id is not below `vocab_size`.
+        """
+        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
+        found = [np.empty(0, np.int64)]
         number = int(np.searchsorted(self._ends, start, side="right"))
         while count:
             shard = self.shards[number]
             left = int(self._ends[number]) - start
             size = min(count, left)
-            yield shard, shard["tokens"] - left, size
-            start += size
-            count -= size
-            number += 1
-
-    def fetch_ahead(self, start: int, count: int) -> None:
-        """Begins to fetch those of the tokens [start, start + count) that exist, if a `remote` reads them."""
-        if self.remote is not None:
-            for place in self.ranges(start, min(count, self.tokens - start)):
-                self.remote.fetch_ahead(self.dtype, *place)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
-
-        Raises the errors of `read_shard` or of the `remote`, and `ValueError` if a token id is not below `vocab_size`.
-        """
-        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
-        found = [np.empty(0, np.int64)]
-        for shard, first, size in self.ranges(start, count):
-            piece = self._read(shard, first, size)
-            path = self.data_dir / shard["file"]
-            if len(piece) != size:
-                raise UnreadableData(f"{path} gave {len(piece):,} of {size:,} tokens: try again")
+            piece = read_shard(self.data_dir, self.dtype, shard, shard["tokens"] - left, size)
             ids = piece & TOKEN_ID if self.sequence_length else piece
             if ids.max(initial=0) >= self.vocab_size:
+                path = self.data_dir / shard["file"]
                 raise ValueError(
                     f"{path} holds the token id {ids.max()}, but the vocabulary has {self.vocab_size}: prepare the data "
                     "again"
                 )
             found.append(piece)
+            start += size
+            count -= size
+            number += 1
         return np.concatenate(found)
 
 

@@ -114,13 +114,13 @@ def prepare_loss(
 
     Raises `ValueError` if the data was made with another tokenizer than the model's, or holds pairs.
     """
-    remote = open_hub(str(data_dir))
+    open_hub(data_dir)
     check_pairs(data_dir)
     check_tokenizer(data_dir, tokenizer, "the model")
     length = read_manifest(data_dir).get("sequence_length") or config.n_positions
     tokens = min(batch_tokens(config.vocab_size), max_tokens)
     loader = EvalLoader(
-        open_split(data_dir, split, remote),
+        open_split(data_dir, split),
         sequence_length=length,
         batch_size=max(1, tokens // length),
         max_tokens=max_tokens,
