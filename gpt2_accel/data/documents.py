@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
@@ -18,13 +16,13 @@ LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A document of the split `split` in chunks, which become tokens separately: texts, or token ids, (n,) int64.
+    """A document of the split `split` in chunks, which become tokens separately.
 
     `place` names it in messages.
     """
 
     split: str
-    chunks: Iterable[str | np.ndarray]
+    chunks: Iterable[str]
     place: str = "a document"
 
 
@@ -54,33 +52,26 @@ def split_of(key: str, one_in: int = HELD_OUT) -> str:
     return "val" if held_out(key, one_in) else "train"
 
 
-def last_part(row: str | np.ndarray) -> int:
-    """Returns where the last `VAL_SHARE` of a text or of its token ids begins: at the end of a word, if there is one, or of a
-    long text anyway."""
-    cut = int(len(row) * (1 - VAL_SHARE))
-    if not isinstance(row, str):
-        return cut
-    match = re.search(WORD_END, row[cut:])
+def last_part(text: str) -> int:
+    """Returns where the last `VAL_SHARE` of a text begins: at the end of a word, if there is one, or of a long text anyway."""
+    cut = int(len(text) * (1 - VAL_SHARE))
+    match = re.search(WORD_END, text[cut:])
     if match:
         return cut + match.end()
-    return cut if len(row) >= UNDIVIDED else len(row)
+    return cut if len(text) >= UNDIVIDED else len(text)
 
 
 # Cutting a text
 
 
-def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
+def chunks(parts: Iterable[str]) -> Iterator[str]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters; nothing for an empty text.
-    Token ids are one part, and are not cut.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
     there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
-        if not isinstance(part, str):
-            held = part
-            continue
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
             if len(held) >= CHUNK:
@@ -88,7 +79,7 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
                 cut = match.end() if match else len(held)
                 yield held[:cut]
                 held = held[cut:]
-    if len(held):
+    if held:
         yield held
 
 
