@@ -13,7 +13,7 @@
 
 The same command, started again after a kill, does what is missing.
 
-- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first `--shard_tokens` tokens for validation.
+- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first documents, of `--shard_tokens` tokens, for validation.
 - openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
   validation.
@@ -87,7 +87,7 @@ DATASETS: dict[str, dict[str, Any]] = {
         "data_files": "plain_text/*/*.parquet",
     },
 }
-# Of how many rows one is held out, other than `HELD_OUT`: nanoGPT's share. Of fineweb-edu the first tokens are for validation.
+# Of how many rows one is held out, other than `HELD_OUT`: nanoGPT's share. Of fineweb-edu the first documents are for validation.
 ONE_IN = {"fineweb-edu": 2000, "openwebtext": 2000}
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
 TEXT = "UTF-8 text, JSON or Parquet"

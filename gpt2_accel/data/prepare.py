@@ -114,7 +114,7 @@ def prepare_sources(
     """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads; returns the manifest.
 
     The tokens of `document_marks` begin and end each document. With `validation_tokens` the first
-    tokens of the corpus are for validation, and all others for training.
+    documents of the corpus, of so many tokens or slightly more, are for validation, and all others for training.
 
     Raises `ValueError` for a character that is not in the vocabulary and if one of `splits` would be empty, and the errors
     of `make_data`, which has `plan` and `about`.
@@ -239,40 +239,29 @@ class TextWriter:
             found.append((piece, tokens, size, unknown))
         return found
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens, without special tokens."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
-        """Appends what `encode` returned to the shards; first closes them if they are long enough."""
+        """Appends what `encode` returned, of `size` bytes of text, to the shard of its split; first closes the shards if they
+        are long enough."""
         open_tokens = sum(shard.tokens for shard in self.shards.values())
         if piece.begins and open_tokens >= self.shard_tokens:
             self.close_shards()
             self.record["next"] = piece.at
             sync(self.folder)
             write_json(self.folder / RECORD, self.record)
-        if not self.validation_tokens:
-            self.write(piece.split, tokens, size, piece.begins)
-            return
-        left = self.validation_tokens - self.record["splits"]["val"]["tokens"]
-        first = tokens[:left]
-        rest = tokens[left:]
-        own = len(self.decode(first).encode()) if len(rest) else size
-        self.write("val", first, own, piece.begins)
-        self.write("train", rest, size - own, piece.begins and not len(first))
-
-    def write(self, split: str, tokens: np.ndarray, size: int, begins: bool) -> None:
-        """Appends tokens, `size` bytes of text, to the open shard of a split; `begins` says whether a document begins."""
-        if not len(tokens):
-            return
-        entry = self.record["splits"][split]
-        if split not in self.shards:
-            path = self.folder / f"{split}_{len(entry['shards']):06d}.bin"
-            self.shards[split] = ShardWriter(path, self.dtype)
-        self.shards[split].append(tokens)
-        self.shards[split].documents += begins * len(self.begin)
+        if piece.begins:
+            self.split = piece.split
+            if self.validation_tokens:
+                enough = self.record["splits"]["val"]["tokens"] >= self.validation_tokens
+                self.split = "train" if enough else "val"
+        entry = self.record["splits"][self.split]
+        if self.split not in self.shards:
+            path = self.folder / f"{self.split}_{len(entry['shards']):06d}.bin"
+            self.shards[self.split] = ShardWriter(path, self.dtype)
+        shard = self.shards[self.split]
+        shard.append(tokens)
+        shard.documents += piece.begins * len(self.begin)
         entry["tokens"] += len(tokens)
-        entry["documents"] += begins
+        entry["documents"] += piece.begins
         entry["bytes"] += size
 
     def close_shards(self) -> None:

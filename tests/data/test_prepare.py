@@ -269,7 +269,7 @@ def test_few_documents_hold_out_their_last_parts(tmp_path, suffix):
     assert 0.02 < len("".join(val)) / len("".join(texts)) < 0.08
 
 
-def test_the_first_tokens_may_be_for_validation(corpus, tmp_path):
+def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     """As of fineweb-edu."""
     everything = [f"{i} {text}" for i in range(2) for text in corpus[1] * 10]
     for i in range(2):
@@ -277,13 +277,14 @@ def test_the_first_tokens_may_be_for_validation(corpus, tmp_path):
     sources = row_files([str(tmp_path / f"{i}.parquet") for i in range(2)], "text", one_in=2000)
     options = {"shard_tokens": 50_000, "workers": 2}
     splits = made(sources, tmp_path / "e", validation_tokens=50_000, **options)["splits"]
-    assert splits["val"]["tokens"] == 50_000 and len(splits["val"]["shards"]) == 1
     val, train = (TokenStream(tmp_path / "e", split) for split in ("val", "train"))
     expected = [token for text in everything for token in (256, *text.encode())]
-    assert [*val.read(0, 50_000), *train.read(0, train.tokens)] == expected
-    assert splits["val"]["bytes"] == 50_000 - expected[:50_000].count(256)
+    end = expected.index(256, 50_000)  # of the document that holds the last of these tokens
+    assert val.tokens == end and len(splits["val"]["shards"]) == 1
+    assert [*val.read(0, end), *train.read(0, train.tokens)] == expected
+    assert splits["val"]["documents"] == expected[:end].count(256)
+    assert splits["val"]["bytes"] == end - splits["val"]["documents"]
     assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
-    assert splits["train"]["documents"] == expected[50_000:].count(256)
     assert verify_data(tmp_path / "e") == len(list((tmp_path / "e").glob("*.bin"))) > 4
     with refused("for the split 'train': add .* lower --shard_tokens"):
         made(sources, tmp_path / "f", validation_tokens=10**6)
