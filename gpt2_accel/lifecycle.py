@@ -19,10 +19,9 @@ from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.run import Run
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import (
-    check_renames,
+    atomic_directory,
     lock_folder,
     remove,
-    scratch_directory,
     sentence,
     write_json,
 )
@@ -47,7 +46,6 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
         def lock() -> None:
             wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
-            check_renames(Path(config.output_dir))
             for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
                 remove(partial)
 
@@ -89,13 +87,15 @@ def started(run: Run) -> Iterator[None]:
 
 
 def rehearse_save(run: Run) -> None:
-    """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved ends
-    the run before its first update."""
+    """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved, or
+    where folders cannot be renamed, as in many mounted buckets, ends the run before its first update."""
 
     def rehearse() -> None:
-        with scratch_directory(run.run_dir / "checkpoint-rehearsal") as folder:
+        path = run.run_dir / "checkpoint-rehearsal"
+        with atomic_directory(path, replace=True) as folder:
             run.files.save(run.empty, folder, describe_training(run))
             load_tokenizer(folder)
+        remove(path)
 
     run.collect()  # raises for what JSON does not have
     on_main_process(rehearse)

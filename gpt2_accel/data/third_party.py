@@ -2,7 +2,7 @@
 
 | trainer                | files                                | content                                                |
 |------------------------|--------------------------------------|--------------------------------------------------------|
-| nanoGPT                | `train.bin`, `val.bin`               | uint16 or uint32 ids                                   |
+| nanoGPT                | `train.bin`, `val.bin`               | uint16 ids                                             |
 | llm.c, modded-nanogpt  | `fineweb_train_000001.bin`           | 256 int32 (magic, version, tokens), then the ids:      |
 |                        |                                      | `HEADERS`                                              |
 | datatrove              | `00000_00000_doc_shuffled.ds` and    | uint16 or uint32 ids; `TOKENIZER|BYTES PER ID` and the |
@@ -42,7 +42,7 @@ LLMC_HEADER = 256 * 4  # bytes
 U2 = np.dtype("<u2")
 U4 = np.dtype("<u4")
 HEADERS = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
-PROBED = 2048  # pairs of values at each end of a file that show how wide its ids are
+PROBED = 2048  # pairs of 16-bit values at each end of a file that show whether its ids are wider
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
 MOST_HELD_OUT = 10_000_000  # tokens
 GPT2_NAMES = "gpt2", "openai-community/gpt2"
@@ -110,8 +110,8 @@ def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[Fi
             f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
             f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
         )
-    # llm.c puts BOS before each document, others EOS behind it.
-    return named_tokenizer("tokenizer/", own, begins=offset > 0), U4, files
+    # llm.c puts BOS before each document.
+    return named_tokenizer("tokenizer/", own, begins=True), U4, files
 
 
 def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
@@ -131,26 +131,17 @@ def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
             f"{path} has a header of llm.c with magic and version {kind}, but token files have "
             f"one of {[*HEADERS]}: leave the file out, or write it again"
         )
-    dtype = headerless_dtype(path)
-    # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
-    return dtype, math.ceil(path.stat().st_size / dtype.itemsize), 0
-
-
-def headerless_dtype(path: Path) -> np.dtype:
-    """Returns the dtype of the ids in a file without a header: uint32 if every second 16-bit value
-    at both ends is below 4, as the upper halves of ids are, else uint16.
-
-    Raises `ValueError` if the same holds for 32-bit values.
-    """
     size = path.stat().st_size
-    for dtype in (U2, U4):
-        pairs = size // (2 * dtype.itemsize)  # also of a file that ends in the middle of an id
-        if pairs == 0:
-            return dtype
-        upper = np.memmap(path, dtype, "r", shape=(pairs, 2))[:, 1]
-        if (np.append(upper[:PROBED], upper[-PROBED:]) >= 4).any():
-            return dtype
-    raise ValueError(f"{path} holds token ids of 64 bits: write them as uint16 or uint32")
+    pairs = size // (2 * U2.itemsize)
+    first = np.fromfile(path, U2, 2 * PROBED)
+    last = np.fromfile(path, U2, 2 * PROBED, offset=4 * max(0, pairs - PROBED))
+    upper = np.append(first[1::2], last[1::2])
+    if pairs and (upper < 4).all():  # as the upper halves of ids are
+        raise ValueError(
+            f"{path} holds token ids of more than 16 bits without a header: write them as llm.c does for Llama 3, or as uint16"
+        )
+    # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
+    return U2, math.ceil(size / U2.itemsize), 0
 
 
 def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
@@ -181,10 +172,6 @@ def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, lis
         left -= train
         files.append(("train", name, train, 0))
         files.append(("val", name, tokens - train, train * dtype.itemsize))
-        end = (folder / name).stat().st_size - dtype.itemsize
-        last = np.fromfile(folder / name, dtype, offset=max(0, end))
-        if tokens and last.tolist() != [tokenizer["end_of_text"]]:
-            tokenizer = {**tokenizer, "end_of_text": None}  # documents are not separated
     return tokenizer, dtype, files
 
 

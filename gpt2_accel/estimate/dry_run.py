@@ -16,7 +16,6 @@ from gpt2_accel.estimate.memory import (
     planned_model,
     shard_count,
     state_bytes,
-    state_note,
 )
 from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
@@ -88,7 +87,7 @@ def dry_run(config: TrainConfig) -> str:
     if gpu and needed > GPUS[gpu].memory:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations true, "
-            f"or shard the model; {state_note(config, state, launch.shards)}"
+            f"fine-tune by --lora 16, or shard the model; {in_words(state)}"
         )
     return "\n".join(lines)
 

@@ -1,12 +1,10 @@
 """Memory per device of a training run (weights, gradients, optimizer state, activations), and the largest micro-batch that fits."""
 
-import copy
 import logging
 import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -77,17 +75,6 @@ def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> d
 def in_words(parts: dict[str, int]) -> str:
     """Returns the parts of the memory that are not empty, with their sizes."""
     return ", ".join(f"{part} {readable_size(size)}" for part, size in parts.items() if size)
-
-
-def state_note(config: TrainConfig, state: dict[str, int], shards: int) -> str:
-    """Returns `state_bytes` as the end of a sentence, for full fine-tuning also those with LoRA."""
-    note = in_words(state)
-    if config.lora or not config.init_from or not find_spec("peft"):
-        return note
-    config = copy.copy(config)
-    config.lora = 16
-    model = planned_model(config, model_shape(config, 0))
-    return f"{note}; with --lora 16 {in_words(state_bytes(config, model, shards))}"
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
@@ -208,8 +195,8 @@ def fitting_batch_size(
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
         raise ValueError(
-            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, or shard "
-            f"the model (launch config 8xa100_fsdp2.yaml); {state_note(config, state, shards)}"
+            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, fine-tune by --lora 16, or shard "
+            f"the model (launch config 8xa100_fsdp2.yaml); {in_words(state)}"
         )
     accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best

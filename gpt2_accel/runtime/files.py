@@ -177,13 +177,11 @@ def sync(path: Path) -> None:
 def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     """Locks an output folder for this process, and creates it if it does not exist. The lock ends with the process.
 
-    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
-    the block raises, removes folders that this call created and that hold nothing else.
+    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes.
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
     folder = Path(folder)
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(folder / LOCK, poll_interval=0.5).acquire(timeout=wait)
@@ -191,32 +189,9 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
         ) from error
-    held = lock_id(folder)
     with lock:
-        try:
-            remove_leftovers(folder)
-            yield
-        except BaseException:
-            with suppress(OSError):
-                own = lock_id(folder) == held  # not that of another process in a new folder
-                if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
-                    (folder / LOCK).unlink()
-                    for path in created:
-                        path.rmdir()
-            raise
-
-
-def check_renames(folder: Path) -> None:
-    """Raises `OSError` if the file system of a folder cannot rename folders, as many mounted buckets cannot."""
-    with scratch_directory(folder / "rename") as scratch:
-        try:
-            scratch.rename(hidden := scratch_path(folder / "renamed"))
-            hidden.rename(scratch)
-        except OSError as error:
-            raise OSError(
-                f"{folder} is on a file system that cannot rename folders ({sentence(error)}), so that no checkpoint can be "
-                "saved: choose an --output_dir on the machine's own disk, and copy or push from there"
-            ) from error
+        remove_leftovers(folder)
+        yield
 
 
 def lock_id(folder: str | Path) -> int | None:

@@ -94,7 +94,7 @@ def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
             synced.append(log.stat().st_size)
 
     def noted(self, target):
-        if target.name.startswith("checkpoint-"):
+        if target.name[-1].isdigit():
             lines = log.read_bytes()[: synced[-1]].splitlines()
             held.append((target.name, bool(lines) and json.loads(lines[-1])["step"]))
         return rename(self, target)

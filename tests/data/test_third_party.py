@@ -50,10 +50,9 @@ SHOUTS = np.array([*TOKENS[:4000], *[50256, 0] * 3000, *TOKENS[4000:]], "<u2")
         (headerless(TOKENS), TOKENS),
         (headerless(SHOUTS), SHOUTS),
         (with_headers(TOKENS), TOKENS),
-        (headerless(WIDE), WIDE),
         (with_headers(WIDE, **LLAMA_3), WIDE),
     ],
-    ids=["nanoGPT", "shouts", "llm.c", "uint32", "Llama 3"],
+    ids=["nanoGPT", "shouts", "llm.c", "Llama 3"],
 )
 def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files, ids, characters):
     for name, content in files.items():
@@ -88,9 +87,10 @@ def characters(tmp_path_factory):
     [
         ("hellaswag_val.bin", llmc(TOKENS, magic=20240522), "hellaswag_val.bin .*20240522"),
         ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin .*2"),
-        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin holds token ids of 64 bits"),
-        ("val.bin", WIDE.tobytes(), "folder of their own"),
-        ("val.bin", WIDE.tobytes()[:-2], "folder of their own"),
+        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin holds token ids of more than 16"),
+        ("val.bin", WIDE.tobytes(), "val.bin holds token ids of more than 16 bits"),
+        ("val.bin", WIDE[:9].tobytes()[:-1], "val.bin holds token ids of more than 16 bits"),
+        ("val.bin", llmc(WIDE, **LLAMA_3), "folder of their own"),
     ],
 )
 def test_other_token_files_are_refused_by_name(tmp_path, name, content, message):
@@ -120,15 +120,13 @@ def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data
         read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize(("header", "separator"), [(True, 0), (False, 1)], ids=["llm.c", "others"])
-def test_llama_3s_documents_begin_with_bos_in_llmcs_files(header, separator, tmp_path):
+def test_llama_3s_documents_begin_with_bos_in_llmcs_files(tmp_path):
     words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 5}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     ids = np.array([0, 5, 5, 5], "<u4")
-    content = llmc(ids, **LLAMA_3) if header else ids.tobytes()
-    (tmp_path / "train.bin").write_bytes(content)
-    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == separator
+    (tmp_path / "train.bin").write_bytes(llmc(ids, **LLAMA_3))
+    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 0
 
 
 # datatrove

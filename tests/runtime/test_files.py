@@ -22,7 +22,6 @@ from gpt2_accel.runtime.files import (
     JsonLines,
     atomic_directory,
     atomic_files,
-    check_renames,
     lock_folder,
     lock_id,
     read_json_lines,
@@ -39,15 +38,6 @@ from gpt2_accel.runtime.files import write_json
 for number in range(300):
     write_json(sys.argv[1], [number] * 100)
 """
-
-
-def test_a_mount_that_cannot_rename_folders_is_refused(tmp_path, monkeypatch):
-    def rename(self, target):
-        raise OSError(errno.ENOSYS, "Function not implemented", str(self))
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with refused("cannot rename folders .*choose an --output_dir on the mach"):
-        check_renames(tmp_path)
 
 
 def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
