@@ -10,9 +10,9 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -41,12 +41,6 @@ PROBE = (
     "<unk> [CLS] \0 \ufeff\u200b\u200d\u00ad\u00a0\u3000 caf\u00e9 cafe\u0301 \u1e9b\u0323 \ufb01 \u2460 \uff21 x\u00b2 "
     "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f "
     "\u202eabc\u202c שלום عَرَبِيّ 漢字かなカナ。ｶﾅ 한국어 ᄒ\u1161ᆫ ภาษาไทย हिन्दी क्षि \U00020000 \U0010ffff \n   "
-)
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PIECES = (
-    "{% for piece in messages %}{% if piece.role == 'assistant' %}"
-    "{% generation %}{{ piece.content }}{% endgeneration %}{% else %}{{ piece.content }}"
-    "{% endif %}{% endfor %}"
 )
 
 
@@ -294,123 +288,6 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
     )
 
 
-def conversation_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a conversation in the `training_template`, (n,) int64, and which of
-    them are the assistant's, (n,) bool: those that the template marks. Without such a template they
-    are found by prefixes, see `answer_pieces`.
-
-    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the
-    template's errors, and that of `answer_pieces`.
-    """
-    template = training_template(tokenizer)
-    if template is None:
-        template = PIECES
-        messages = answer_pieces(tokenizer, messages)
-    options = {"chat_template": template, "return_assistant_tokens_mask": True}
-    found = _render(tokenizer, messages, **options)
-    return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
-
-
-def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Returns the chat template that marks the assistant's tokens by `{% generation %}`: the
-    tokenizer's own if it does, else TRL's training template for it, None if TRL has none or is not
-    installed."""
-    template = tokenizer.get_chat_template()
-    return template if GENERATION.search(template) else _trl_template(tokenizer, template)
-
-
-@functools.lru_cache(maxsize=1)
-def _trl_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
-    """Returns TRL's training template for a tokenizer with the chat template `template`."""
-    try:
-        from trl.chat_template_utils import get_training_chat_template
-
-        return get_training_chat_template(tokenizer)
-    except Exception:  # TRL is not installed, does not know the template, or cannot render it
-        return None
-
-
-def answer_pieces(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> list[dict[str, str]]:
-    """Returns the text of a conversation in the tokenizer's chat template, in pieces, as messages
-    for `PIECES`.
-
-    An answer is what the template adds to the prompt before it, up to where the turn ends. Raises
-    `ValueError` if the prompt or the turn is not a prefix of the conversation.
-    """
-
-    def text(count: int, prompt: bool = False) -> str:
-        options = {"tokenize": False, "add_generation_prompt": prompt}
-        return tokenizer.apply_chat_template(list(messages[:count]), **options)
-
-    whole = text(len(messages))
-    end = 0
-    pieces = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = text(number, prompt=True)
-        after = text(number + 1)
-        if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
-            raise ValueError("it renders a turn in another way if another one follows")
-        pieces.append({"role": "prompt", "content": whole[end : len(before)]})
-        end = len(after)
-        pieces.append({"role": "assistant", "content": whole[len(before) : end]})
-    pieces.append({"role": "prompt", "content": whole[end:]})
-    return pieces
-
-
-def prompt_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
-) -> list[int]:
-    """Returns the token ids of a conversation, up to where the assistant's next message begins.
-
-    Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer refuses the messages, if the
-    last is not the user's, or for a message that is empty, is not valid Unicode or holds a special token,
-    which would end a turn. The assistant's messages are not checked.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
-            "continue"
-        )
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("a conversation to answer ends with a message of the user: add one")
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "assistant":  # the model said so
-            continue
-        if not content.strip():
-            raise ValueError("the message is empty: write something")
-        if content != content.encode(errors="ignore").decode():  # as Python reads such bytes
-            raise ValueError("the message holds bytes that are not UTF-8: leave them out")
-        if found := [token for token in special_tokens(tokenizer) if token in content]:
-            raise ValueError(
-                f"the message holds the special token {found[0]}, which would end a turn: write it otherwise"
-            )
-    try:
-        return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
-    except Exception as error:  # of the template's author, or of the tokenizer
-        raise ValueError(
-            f"the chat template or the tokenizer refuses the conversation: {first_line(error)}"
-        ) from error
-
-
-def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
-) -> Mapping[str, list[int]]:
-    """Returns what the chat template and the tokenizer make of a conversation."""
-    return tokenizer.apply_chat_template(
-        list(messages),
-        return_dict=True,
-        tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
-        **options,
-    )
-
-
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns the texts that the tokenizer encodes as one special token each, and the end of a turn."""
     found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -457,11 +334,7 @@ def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
         return (
             f"documents are not separated: the tokenizer has neither {END_OF_TEXT} nor BOS nor EOS"
         )
-    line = "each document begins with " + " and ends with ".join(begin + end)
-    eos, template = tokenizer.eos_token, tokenizer.chat_template or ""
-    if eos and (eos in template or "eos_token" in template):
-        line += f"; EOS, {eos}, is the end of a turn in the chat template"
-    return line
+    return "each document begins with " + " and ends with ".join(begin + end)
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

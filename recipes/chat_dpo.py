@@ -78,11 +78,12 @@ def main() -> None:
     config = parse_config(ChatDPO)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.data.chat_tokens import prompt_tokens
     from gpt2_accel.generation.sampling import user_turn
     from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.preferences import Preferences
     from gpt2_accel.runtime.processes import main_process_first, processes
-    from gpt2_accel.tokenizer import load_tokenizer, prompt_tokens
+    from gpt2_accel.tokenizer import load_tokenizer
     from gpt2_accel.train import train
 
     with main_process_first():

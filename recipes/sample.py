@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
 from gpt2_accel.config import ModelChoice, parse_config, setting
+from gpt2_accel.data.chat_tokens import prompt_tokens
 from gpt2_accel.generation.chat import answer
 from gpt2_accel.generation.sampling import Completion, Sampling, load, stream, user_turn
 from gpt2_accel.models import LanguageModel
-from gpt2_accel.tokenizer import prompt_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpt2_accel.data.chat_tokens import conversation_tokens, training_template
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
 from gpt2_accel.data.messages import EQUAL, Problem, read_messages, read_pair
 from gpt2_accel.data.prepare import make_data, plan_of
@@ -33,7 +34,7 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import conversation_tokens, special_tokens, training_template
+from gpt2_accel.tokenizer import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,6 +12,7 @@ import torch
 
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import WEIGHT_DTYPES, check_ranges, setting
+from gpt2_accel.data.chat_tokens import prompt_tokens
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, convert_parameters, evaluating
@@ -20,7 +21,6 @@ from gpt2_accel.tokenizer import (
     check_vocabulary,
     encode,
     load_tokenizer,
-    prompt_tokens,
     text_ends,
     text_start,
 )

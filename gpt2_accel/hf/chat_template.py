@@ -2,7 +2,7 @@
 
 A model without a template gets ChatML, with which OpenAI's chat models began and which SmolLM2 and
 Qwen3 have. Its `{% generation %}` marks what the assistant writes, so that `transformers` and TRL
-know which tokens count in the loss. For a template without it see `tokenizer.conversation_tokens`;
+know which tokens count in the loss. For a template without it see `chat_tokens.conversation_tokens`;
 the model is saved with its original template.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.hf.any_model import with_rows_of_class
 from gpt2_accel.hf.convert import conversion, model_tokenizer
 from gpt2_accel.models import LanguageModel, filled
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.tokenizer import conversation_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,9 +10,10 @@ from conftest import read_json, refused, reset_accelerate
 from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.tokenizer import byte_tokenizer, conversation_tokens, load_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
