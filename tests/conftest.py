@@ -35,7 +35,7 @@ from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT
 
 import gpt2_accel.train as train_module
-from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, kernels, save_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
@@ -274,6 +274,17 @@ def load_recipe(name):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def kernel_choices(**changes) -> Iterator[None]:
+    """Changes `kernels.choices` in the block."""
+    before = kernels.choices
+    kernels.choose(**changes)
+    try:
+        yield
+    finally:
+        kernels.choices = before
 
 
 def run_recipe(name: str, *flags) -> None:

@@ -65,7 +65,8 @@ def find_checkpoint(
 def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) -> Path | None:
     """Returns the newest undamaged checkpoint; None if there are no checkpoints. Raises `ValueError` if all are damaged."""
     for path in reversed(checkpoints):
-        if (problem := find_corruption(path)) is None:
+        problem = find_corruption(path)
+        if problem is None:
             return path
         print_line(f"{path} is skipped: {problem}")
     if checkpoints:

@@ -5,8 +5,6 @@ Functions such as `cross_entropy.applies` say whether to use one in place of pla
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 
@@ -34,15 +32,3 @@ def choose(**changes: object) -> None:
     """Replaces `choices` by a copy with these fields."""
     global choices
     choices = replace(choices, **changes)
-
-
-@contextmanager
-def chosen(**changes: object) -> Iterator[None]:
-    """Like `choose`, inside the context only."""
-    global choices
-    before = choices
-    choose(**changes)
-    try:
-        yield
-    finally:
-        choices = before

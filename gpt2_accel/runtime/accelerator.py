@@ -31,26 +31,8 @@ from gpt2_accel.runtime.signals import launched
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
-# Every field of an Accelerate config is in one of these three. A run does what it says:
-USED = """
-    compute_environment distributed_type mixed_precision use_cpu debug num_processes
-    num_machines machine_rank gpu_ids main_process_ip main_process_port rdzv_backend
-    same_network enable_cpu_affinity mpirun_config dynamo_config fsdp_config fsdp_version
-    fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
-    parallelism_config parallelism_config_dp_shard_size parallelism_config_dp_replicate_size
-"""
-# No effect, or only with a field that is refused, or with a TPU, which the launcher refuses without torch_xla:
-HARMLESS = """
-    main_training_function downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
-    tpu_env command_file commands fp8_config deepspeed_config megatron_lm_config
-    fsdp_sharding_strategy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch
-    fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_sync_module_states
-    fsdp_min_num_params fsdp_activation_checkpointing_offload parallelism_config_cp_backend
-    parallelism_config_cp_comm_strategy parallelism_config_sp_backend
-    parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
-    parallelism_config_sp_attn_implementation
-"""
-# Refused: the launcher's environment variable of the field, the values that are allowed, and the fix.
+# Fields of an Accelerate config that are refused: the launcher's environment variable of the field, the values that are
+# allowed, and the fix. A run does what all others say.
 REFUSED = {
     "ACCELERATE_MIXED_PRECISION": ("no bf16 fp16", "use bf16, fp16 or no"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "remove it, --total_batch_size gives it"),

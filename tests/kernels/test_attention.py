@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import kernel_choices
 from torch.nn.attention import _cur_sdpa_kernel_backends
 from torch.nn.attention.flex_attention import create_mask
 
-from gpt2_accel import GPT, GPTConfig, kernels
+from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import attention as module
 from gpt2_accel.kernels.attention import document_blocks, takes_groups
 from gpt2_accel.models.parts import attend, document_mask
@@ -43,7 +44,7 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
         return plain(*args, **kwargs)
 
     torch._dynamo.reset()
-    with torch.no_grad(), kernels.chosen(sdpa_order=order):
+    with torch.no_grad(), kernel_choices(sdpa_order=order):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
         torch.testing.assert_close(model(tokens), compiled)
@@ -69,7 +70,7 @@ def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
     """Torch's plain attention, which it takes otherwise, keeps all scores in memory."""
     monkeypatch.setenv(OVERRIDES, json.dumps({"compute_capability": capability}))
     q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    with kernels.chosen(sdpa_order=attention_order(torch.device("cuda"), False)):
+    with kernel_choices(sdpa_order=attention_order(torch.device("cuda"), False)):
         assert takes_groups(q, torch.ones(1) if masked else None) == groups
 
 
@@ -105,7 +106,7 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
     tokens = torch.randint(50, (2, 200))
     with torch.no_grad():
         dense = model(tokens)
-    with torch.no_grad(), kernels.chosen(block_masks=True):
+    with torch.no_grad(), kernel_choices(block_masks=True):
         monkeypatch.setattr(F, "scaled_dot_product_attention", not_called)
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
@@ -116,5 +117,5 @@ def test_dropout_and_narrow_heads_keep_the_dense_mask():
         shape = {"n_positions": 32, "n_layer": 1, "n_head": 2, "n_embd": 32, **changes}
         model = GPT(GPTConfig(50, **shape))
         model.separator = 7
-        with kernels.chosen(block_masks=True):
+        with kernel_choices(block_masks=True):
             model(torch.randint(50, (2, 32)))

@@ -5,9 +5,9 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import kernel_choices
 from torch.profiler import profile
 
-from gpt2_accel import kernels
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.parts import head_loss
 
@@ -63,7 +63,7 @@ def scalars(x, weight, targets, reduction="mean", z_loss=0.0, soft_cap=None):
 def ours(x, weight, targets, loss, dtype=None):
     x, weight = (part.clone().requires_grad_() for part in (x, weight))
     enabled, *settings = loss
-    with torch.autocast("cpu", dtype, enabled=dtype is not None), kernels.chosen(enabled=enabled):
+    with torch.autocast("cpu", dtype, enabled=dtype is not None), kernel_choices(enabled=enabled):
         loss, z = scalars(x, weight, targets, *settings)
     return loss.detach(), z, *torch.autograd.grad(loss, (x, weight))
 
@@ -101,7 +101,7 @@ def test_gradcheck(loss):
     def value(x, weight):
         return head_loss(x[None], weight, targets[None], VOCAB, *loss[1:])
 
-    with kernels.chosen(enabled=loss[0]):
+    with kernel_choices(enabled=loss[0]):
         inputs = [part.double().requires_grad_() for part in inputs]
         torch.autograd.gradcheck(value, inputs, fast_mode=True)
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import kernel_choices
 
-from gpt2_accel import GPT, GPTConfig, kernels
+from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import cross_entropy
 
 
@@ -27,7 +28,7 @@ def test_loss_and_gradients_are_equal_without_kernels(compiled, monkeypatch):
         plain = getattr(F, name)
         monkeypatch.setattr(F, name, lambda *a, f=plain, **k: calls.append(f) or f(*a, **k))
     torch._dynamo.reset()
-    with kernels.chosen(enabled=False):
+    with kernel_choices(enabled=False):
         without = step(run, tokens)
     assert len(calls) == 3  # two layers and the head
     assert abs(with_kernels[0] - without[0]) < 2e-3 * without[0]

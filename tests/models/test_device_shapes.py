@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import kernel_choices
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpt2_accel import GPTConfig, kernels
+from gpt2_accel import GPTConfig
 from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 from gpt2_accel.models.llama import LlamaConfig
@@ -51,7 +52,7 @@ def test_forward(kind, mask, monkeypatch):
     monkeypatch.setattr("gpt2_accel.kernels.attention.compiled_attention", lambda: without)
     model = build(kind)
     model.separator = None if mask is None else 7
-    with kernels.chosen(block_masks=mask == "blocks"):
+    with kernel_choices(block_masks=mask == "blocks"):
         logits, loss = model(tokens()), model(tokens(), tokens())
         each = model(tokens(), tokens(), reduction="none")
     assert logits.shape == (4, 256, 300) and logits.device == loss.device == OTHER

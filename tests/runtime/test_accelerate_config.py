@@ -10,8 +10,27 @@ from conftest import as_flags, long, losses, metrics, refused
 from launching import ROOT, launch, launched
 
 from gpt2_accel.estimate.dry_run import read_launch
-from gpt2_accel.runtime.accelerator import HARMLESS, REFUSED, USED, build_accelerator
+from gpt2_accel.runtime.accelerator import REFUSED, build_accelerator
 
+# Every field of an Accelerate config is refused or in one of these. A run does what it says:
+USED = """
+    compute_environment distributed_type mixed_precision use_cpu debug num_processes
+    num_machines machine_rank gpu_ids main_process_ip main_process_port rdzv_backend
+    same_network enable_cpu_affinity mpirun_config dynamo_config fsdp_config fsdp_version
+    fsdp_reshard_after_forward fsdp_auto_wrap_policy fsdp_cpu_ram_efficient_loading
+    parallelism_config parallelism_config_dp_shard_size parallelism_config_dp_replicate_size
+"""
+# No effect, or only with a field that is refused, or with a TPU, which the launcher refuses without torch_xla:
+HARMLESS = """
+    main_training_function downcast_bf16 tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm
+    tpu_env command_file commands fp8_config deepspeed_config megatron_lm_config
+    fsdp_sharding_strategy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch
+    fsdp_state_dict_type fsdp_forward_prefetch fsdp_use_orig_params fsdp_sync_module_states
+    fsdp_min_num_params fsdp_activation_checkpointing_offload parallelism_config_cp_backend
+    parallelism_config_cp_comm_strategy parallelism_config_sp_backend
+    parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
+    parallelism_config_sp_attn_implementation
+"""
 FSDP2 = {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "no"}
 
 
