@@ -89,7 +89,8 @@ def named_checkpoint(name: str) -> Path:
             f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that a run with "
             "--hub_strategy checkpoint pushed to, or a folder such as RUN/checkpoint-1000"
         )
-    if problem := find_corruption(path):
+    problem = find_corruption(path)
+    if problem is not None:
         raise ValueError(f"{path} is damaged: {problem}; resume from another checkpoint")
     return path
 
@@ -153,7 +154,8 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     losses = {}
     for path in checkpoints:
         with suppress(ValueError):  # damaged since it was written
-            if (loss := read_state(path)["val_loss"]) is not None:
+            loss = read_state(path)["val_loss"]
+            if loss is not None:
                 losses[path] = loss
     return min(losses, key=losses.get, default=None)
 

@@ -134,7 +134,8 @@ class TrainingState:
         optimizer: torch.optim.Optimizer,
         callbacks: Sequence[Any],
     ):
-        self.accelerator, self.optimizer = accelerator, optimizer
+        self.accelerator = accelerator
+        self.optimizer = optimizer
         # The class inside Accelerate's wrapper, such as `AdamW`.
         self.name = type(getattr(optimizer, "optimizer", optimizer)).__name__
         named = {id(p): name for name, p in unwrap(accelerator, model).named_parameters()}
@@ -177,7 +178,8 @@ class TrainingState:
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns the tensors of each file in `training_state/`, on their devices, sharded as they
         are, and the rest, for `state.json`."""
-        state, scaler = self.optimizer.state, self.accelerator.scaler
+        state = self.optimizer.state
+        scaler = self.accelerator.scaler
         tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         callbacks, values = split(named)
@@ -214,7 +216,8 @@ class TrainingState:
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
         states = read_states(checkpoint, "optimizer", values.get("state", {}))
-        if absent := states.keys() - self.parameters.keys():
+        absent = states.keys() - self.parameters.keys()
+        if absent:
             raise ValueError(
                 f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not have: resume with the "
                 "--attn_implementation of the first run"

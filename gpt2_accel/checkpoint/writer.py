@@ -122,10 +122,11 @@ class CheckpointWriter(AbstractContextManager):
         """
         checkpoints = self._up_to(step)
         keep = checkpoints[-self.config.keep_last :]
-        if every := self.config.keep_every:
+        every = self.config.keep_every
+        if every:
             keep += [path for path in checkpoints if step_of(path) % every == 0]
-        if self.config.keep_best and (best := best_checkpoint(checkpoints)):
-            keep.append(best)
+        if self.config.keep_best:
+            keep.append(best_checkpoint(checkpoints))
         for path in checkpoints:
             if path not in keep:
                 try:
@@ -136,7 +137,8 @@ class CheckpointWriter(AbstractContextManager):
     def link(self, step: int) -> None:
         """Points the links to the newest and the best checkpoint up to `step`."""
         checkpoints = self._up_to(step)
-        if self.config.keep_best and (best := best_checkpoint(checkpoints)):
+        best = best_checkpoint(checkpoints) if self.config.keep_best else None
+        if best is not None:
             point_to(best.with_name("best"), best)
         if checkpoints:
             point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])

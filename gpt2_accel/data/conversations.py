@@ -313,7 +313,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         if place < len(open_windows):
             free, window = open_windows.pop(place)
         else:
-            free, window = capacity, len(windows)
+            free = capacity
+            window = len(windows)
             windows.append([])
         windows[window].append(item)
         if free > length:
@@ -326,7 +327,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 def summary(manifest: Mapping) -> list[str]:
     """Returns lines with the counts of a manifest of conversations: of each split, and what was left out."""
-    lines, length = [], manifest["sequence_length"]
+    lines = []
+    length = manifest["sequence_length"]
     kind = "pair" if manifest.get("pairs") else "conversation"
     for split, entry in manifest["splits"].items():
         tokens = entry["tokens"] - entry["padding"]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
-FEWEST, MOST = 0.01, 0.15  # bounds of that share if whole documents are held out
+FEWEST = 0.01  # bounds of that share if whole documents are held out
+MOST = 0.15
 CHUNK = 2**20  # characters that are tokenized at once
 UNDIVIDED = 1000  # characters up to which a row is divided at the end of a word only
 WORD_END = r"\w(?=[ \n])"

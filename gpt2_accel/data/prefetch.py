@@ -38,7 +38,8 @@ class PrefetchLoader(AbstractContextManager):
         self, loader: TrainLoader, schedule: BatchSchedule, steps: range, device: torch.device
     ):
         self.micro_batches = loader.micro_batches
-        first, size = schedule.first, schedule.sequences
+        first = schedule.first
+        size = schedule.sequences
         self._firsts = map(first, steps)
         batches = (batch for step in steps for batch in loader.update(first(step), size(step)))
         self._batches = prefetch(batches, device)

@@ -278,7 +278,8 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
     """
-    manifest, folder = read_manifest(data_dir), folder_of(data_dir) / "tokenizer"
+    manifest = read_manifest(data_dir)
+    folder = folder_of(data_dir) / "tokenizer"
     tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
@@ -350,7 +351,8 @@ def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
 
     Raises the errors of `read_manifest` and `check_same`, also if a part has changed since.
     """
-    folder, manifest = folder_of(data_dir), read_manifest(data_dir)
+    folder = folder_of(data_dir)
+    manifest = read_manifest(data_dir)
     if "mixture" not in manifest:
         return [(folder, manifest, 1.0)]
     weights = {folder / part["data_dir"]: part["weight"] for part in manifest["mixture"]}

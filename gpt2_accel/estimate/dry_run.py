@@ -39,7 +39,8 @@ def dry_run(config: TrainConfig) -> str:
     the processes.
     """
     launch, gpu = planned(config.dry_run)
-    vocab_size, data = GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
+    vocab_size = GPT2_VOCAB_SIZE
+    data = "not prepared yet, GPT-2's vocabulary is assumed"
     if (Path(config.data_dir) / MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
@@ -55,7 +56,8 @@ def dry_run(config: TrainConfig) -> str:
     model = planned_model(config, shape)
     config.fit_positions(shape.n_positions)
     length = config.tokens_per_sequence
-    devices, precision = launch.num_processes, launch.mixed_precision
+    devices = launch.num_processes
+    precision = launch.mixed_precision
     size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     updates = config.batch_schedule(devices).updates
     tokens = config.max_steps * config.total_batch_size
@@ -94,11 +96,13 @@ def dry_run(config: TrainConfig) -> str:
 
 def planned(words: list[str]) -> tuple[Launch, str | None]:
     """Returns the launch and the GPU that the words of `--dry_run` name."""
-    launch, gpu = this_launch(), None
+    launch = this_launch()
+    gpu = None
     for word in words:
+        shipped = folder("accelerate_configs") / f"{word.replace('-', '_')}.yaml"
         if word in GPUS:
             gpu = word
-        elif (shipped := folder("accelerate_configs") / f"{word.replace('-', '_')}.yaml").is_file():
+        elif shipped.is_file():
             launch = read_launch(str(shipped))
         elif word.endswith((".yaml", ".yml")):
             launch = read_launch(word)
@@ -112,7 +116,8 @@ def planned(words: list[str]) -> tuple[Launch, str | None]:
 def this_launch() -> Launch:
     """Returns the launch of this process, from the environment variables of Accelerate's launcher."""
     get = os.environ.get
-    processes, precision = get("WORLD_SIZE", "1"), get("ACCELERATE_MIXED_PRECISION", "no")
+    processes = get("WORLD_SIZE", "1")
+    precision = get("ACCELERATE_MIXED_PRECISION", "no")
     launched = "WORLD_SIZE" in os.environ
     on_cpu = not launched and launch_device().type == "cpu"
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", on_cpu)
@@ -123,7 +128,8 @@ def this_launch() -> Launch:
 def read_launch(path: str) -> Launch:
     """Returns the launch of an Accelerate config file. Raises `ValueError` or `FileNotFoundError` for any other."""
     values = load_yaml(path, "--dry_run")
-    processes, sharding = values.get("num_processes"), values.get("fsdp_config") or {}
+    processes = values.get("num_processes")
+    sharding = values.get("fsdp_config") or {}
     if type(processes) is not int or processes < 1:
         raise ValueError(
             f"{path} has no num_processes: give a config that `accelerate config` wrote"

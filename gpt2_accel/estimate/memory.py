@@ -109,7 +109,8 @@ def activation_bytes(
     With `checkpoint_activations` one block saves everything, and the others their input in fp32.
     LoRA saves about the same, with dropout half as much again (measured on a small GPT-2).
     """
-    width, tokens = (2 if precision in DTYPES else 4), size * config.tokens_per_sequence
+    width = 2 if precision in DTYPES else 4
+    tokens = size * config.tokens_per_sequence
     layers = 1 if config.checkpoint_activations else shape.n_layer
     saved = saved_bytes(
         shape.with_depth(layers), precision, size * config.rows, config.tokens_per_row
@@ -169,8 +170,10 @@ def fitting_batch_size(
 
     Raises `ValueError` if not even one sequence fits, and what `batch_schedule` raises.
     """
-    device, processes = accelerator.device, accelerator.num_processes
-    plain, length = unwrap(accelerator, model), config.tokens_per_sequence
+    device = accelerator.device
+    processes = accelerator.num_processes
+    plain = unwrap(accelerator, model)
+    length = config.tokens_per_sequence
     shards = shard_count(processes, accelerator.is_fsdp2)
     state = state_bytes(config, plain, shards)
 

@@ -28,7 +28,8 @@ def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
 
     cuDNN's is left out except for causal attention of some lengths: with masks it would plan anew for each length.
     """
-    T, order = q.shape[2], kernels.choices.sdpa_order
+    T = q.shape[2]
+    order = kernels.choices.sdpa_order
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= SHORT:
         order = ("MATH",)
     if not causal or T % CUDNN_LENGTHS:

@@ -169,7 +169,8 @@ def chunked_cross_entropy(
     buffer = x.new_empty(rows + 1, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
-            x_rows, t = x[start : start + rows], targets[start : start + rows, None]
+            x_rows = x[start : start + rows]
+            t = targets[start : start + rows, None]
             counts = t != -100
             t = t.clamp(min=0)
             share = counts

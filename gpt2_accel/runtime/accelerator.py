@@ -29,7 +29,8 @@ from gpt2_accel.runtime.device import (
 from gpt2_accel.runtime.processes import processes
 from gpt2_accel.runtime.signals import launched
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+M_TRIM_THRESHOLD = -1  # malloc.h
+M_MMAP_THRESHOLD = -3
 
 # Fields of an Accelerate config that are refused: the launcher's environment variable of the field, the values that are
 # allowed, and the fix. A run does what all others say.
@@ -90,12 +91,12 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
             "this device emulates bf16, slowly: on a CPU take cpu.yaml, on a GPU fp16"
         )
     dynamo = accelerator.state.dynamo_plugin
-    if dynamo.backend == DynamoBackend.INDUCTOR and (
-        problem := inductor_problem(accelerator.device)
-    ):
+    compiled = dynamo.backend == DynamoBackend.INDUCTOR
+    problem = inductor_problem(accelerator.device)
+    if compiled and problem is not None:
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
-    compiled = dynamo.backend == DynamoBackend.INDUCTOR
+        compiled = False
     tune(accelerator.device, accelerator.mixed_precision, compiled, deterministic)
     return accelerator
 
@@ -132,7 +133,8 @@ def tune_memory() -> None:
     tokens, in the same time.
     """
     functorch.activation_memory_budget = 0.8
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         # An older glibc refuses more than 32 MiB.
         libc.mallopt(M_MMAP_THRESHOLD, 2**30) or libc.mallopt(M_MMAP_THRESHOLD, 2**25)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -146,7 +148,8 @@ def prepare(
     By Accelerate's defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
     dtype = DTYPES.get(accelerator.mixed_precision)
-    if accelerator.is_fsdp2 and (units := getattr(model, "_no_split_modules", None)):
+    units = getattr(model, "_no_split_modules", None)
+    if accelerator.is_fsdp2 and units:
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)
     if not accelerator.is_fsdp2 or dtype is None:
         return accelerator.prepare(model, optimizer)

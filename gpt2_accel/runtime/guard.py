@@ -56,7 +56,8 @@ class AnomalyGuard:
             return f"the {name} is {value}"
         recent = self.recent.get(name, [])
         if self.spike_z and len(recent) == WINDOW:
-            mean, deviation = statistics.fmean(recent), statistics.pstdev(recent)
+            mean = statistics.fmean(recent)
+            deviation = statistics.pstdev(recent)
             if value > mean + self.spike_z * deviation:
                 return f"the {name} is {value:.4g}, after a mean of {mean:.4g} ± {deviation:.2g}"
         return None

@@ -24,9 +24,12 @@ def describe_run(run: "Run") -> dict:
     data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
     repository. Only the main process looks up what takes time: the commit and the versions.
     """
-    config, accelerator, loader = run.config, run.accelerator, run.train_loader
+    config = run.config
+    accelerator = run.accelerator
+    loader = run.train_loader
     shape = unwrap(accelerator, run.model).config
-    manifest, main = read_manifest(config.data_dir), accelerator.is_main_process
+    manifest = read_manifest(config.data_dir)
+    main = accelerator.is_main_process
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
     count = loader.micro_batches(run.schedule.full)
@@ -76,7 +79,8 @@ def changed_settings(
     name -> `NAME OLD -> NEW from update STEP`. Also the learning rate that follows after `tokens` tokens."""
     former = copy(config)
     vars(former).update(before)
-    old, new = former.settings(), config.settings()
+    old = former.settings()
+    new = config.settings()
     for each, settings in ((former, old), (config, new)):
         rate = each.learning_rate_at(tokens / each.total_batch_size)
         settings["the schedule's learning rate"] = f"{rate:.3g}"

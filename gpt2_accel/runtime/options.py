@@ -111,7 +111,8 @@ def whole_number(text: str) -> int:
         return int(text)
     except ValueError:
         with suppress(ValueError):
-            if (number := float(text)).is_integer():
+            number = float(text)
+            if number.is_integer():
                 return int(number)
     raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
 

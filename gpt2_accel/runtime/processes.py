@@ -94,8 +94,9 @@ def all_or_none() -> Iterator[None]:
     except Exception as error:
         mine = error
     found = gather_object([mine and picklable(mine)])
-    if error := mine or next(filter(None, found), None):
-        raise error
+    first = mine or next(filter(None, found), None)
+    if first:
+        raise first
 
 
 def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[], bool]:
@@ -106,11 +107,13 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
     """
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
         return flag
-    count, copied = torch.zeros(()), None
+    count = torch.zeros(())
+    copied = None
 
     def answer() -> bool:
         nonlocal count, copied
-        previous, end = count, copied
+        previous = count
+        end = copied
         own = torch.full((), float(flag()), device=accelerator.device)
         count = accelerator.reduce(own, "sum").to("cpu", non_blocking=True)
         copied = end_of_work(accelerator.device)

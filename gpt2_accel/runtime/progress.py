@@ -35,7 +35,8 @@ class Lines:
 
     def write(self, text: str) -> None:
         """Prints what is not blank."""
-        if line := text.strip():
+        line = text.strip()
+        if line:
             print(line, file=sys.stderr, flush=True)
 
 

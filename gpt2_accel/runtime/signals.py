@@ -87,7 +87,8 @@ class StopRequest:
 
     def _note(self, number: int, _) -> None:
         if self._signal is None:
-            self._signal, self._received = signal.Signals(number).name, time.monotonic()
+            self._received = time.monotonic()
+            self._signal = signal.Signals(number).name
             return
         if time.monotonic() < self._received + ECHO:
             return

@@ -24,7 +24,8 @@ def start_tracker(name: str, config: TrainConfig, metadata: dict, step: int) -> 
     """Starts a tracker, with the settings and `metadata`, the content of `run.json`. `step` updates are done before.
 
     Raises `OSError` if it cannot be started."""
-    folder, run_id = Path(config.output_dir), metadata["run_id"]
+    folder = Path(config.output_dir)
+    run_id = metadata["run_id"]
     title = folder.resolve().name
     about = {"config": config.settings() | metadata, "resume": "allow"}
     try:
