@@ -205,7 +205,8 @@ def listed_shards(manifest: dict) -> list[dict]:
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    All shards are checked now. `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if unknown), `vocab_size` the tokenizer's.
+    All shards are checked now. `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if
+    unknown), `vocab_size` the tokenizer's.
     `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64,
     what they count for; both are None for text. Raises `ValueError` if the split does not exist.
     """

@@ -9,7 +9,7 @@
 |                        | `….ds.metadata`                      | number of tokens, a line each                          |
 
 The first two say by their names which split they belong to. Their uint16 ids are of GPT-2's BPE,
-their uint32 ids of the tokenizer in the folder's `tokenizer/`. datatrove's files are what its
+llm.c's uint32 ids of the tokenizer in the folder's `tokenizer/`. datatrove's files are what its
 `DocumentTokenizer` or `DocumentTokenizerMerger` writes with any tokenizer. The last 5% of their
 tokens, at most `MOST_HELD_OUT`, are the validation split. None has checksums or a count of the
 text's bytes.
