@@ -285,7 +285,7 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     assert splits["val"]["documents"] == expected[:end].count(256)
     assert splits["val"]["bytes"] == end - splits["val"]["documents"]
     assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
-    assert verify_data(tmp_path / "e") == len(list((tmp_path / "e").glob("*.bin"))) > 4
+    assert verify_data(tmp_path / "e") == len(list((tmp_path / "e").glob("*.bin"))) > 3
     with refused("for the split 'train': add .* lower --shard_tokens"):
         made(sources, tmp_path / "f", validation_tokens=10**6)
 
