@@ -1,11 +1,12 @@
-"""Compare variants of a recipe: paired seeds, equal budgets, an interval for each difference, and a verdict.
+"""Compare variants of a recipe: paired seeds, equal budgets, intervals, and a verdict for each.
 
     python recipes/compare.py recipes/studies/learning_rate.yaml
 
-The file names a recipe, the variants' settings, a budget of tokens or FLOPs, and the number of seeds; docs/studies.md
-describes it. One run per GPU, or per CPU core, trains at a time, in a folder of its own in `runs/<name of the file>`; the
-same command continues what was stopped or killed. `--dry_run true` prints the runs and their hours. `runs.csv` there lists
-the recorded runs. Prints a table with verdicts and writes it to `study.md`.
+The file names a recipe, the variants' settings, a budget of tokens or FLOPs, and the number of
+seeds; docs/studies.md describes it. One run per GPU, or per CPU core, trains at a time, in a folder
+of its own in `runs/<name of the file>`; the same command continues what was stopped or killed.
+`--dry_run true` prints the runs and their FLOPs. `runs.csv` there lists the recorded runs. Prints a
+table with verdicts and writes it to `study.md`.
 """
 
 import sys

@@ -1,11 +1,11 @@
-"""Find the best size and number of tokens for a compute budget on your own data: a scaling law, fitted to small runs.
+"""Find the best size and number of tokens for a compute budget: a law fitted to small runs.
 
     python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14
 
-For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays for; docs/scaling.md describes
-it. One run per GPU, or per CPU core, trains at a time; the same
-command continues what was killed. `--dry_run true` prints the runs and their time first.
-Writes into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
+For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays
+for; docs/scaling.md describes it. One run per GPU, or per CPU core, trains at a time; the same
+command continues what was killed. `--dry_run true` prints the runs and their FLOPs first. Writes
+into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
 `scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
 """
 
@@ -18,8 +18,9 @@ from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, require
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.hf.loss_plot import require_matplotlib, save_png
 from gpt2_accel.runtime.files import write_file, write_json
-from gpt2_accel.tools.study.runs import Queue, StudyOptions, read_trials
+from gpt2_accel.tools.study.runs import Queue, StudyOptions
 from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, SIZES, Grid
+from gpt2_accel.tools.study.trials import read_trials
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 
@@ -69,15 +70,18 @@ def main() -> None:
     law = grid.train()
     text = grid.text(law, config.target_flops)
     print(text)
-    files = [queue.table, queue.folder / "scaling.md", queue.folder / "scaling.png"]
-    write_file(files[1], text + "\n")
-    save_png(grid.figure(law), files[2])
+    write_file(queue.folder / "scaling.md", text + "\n")
+    save_png(grid.figure(law), queue.folder / "scaling.png")
     if law is not None:
-        found = {"law": law.law, "spread": law.spread, "form": law.form}
-        record = {"settings": grid.base.changes, "budgets": grid.budgets, **found}
-        write_json(path := queue.folder / "law.json", record)
-        files.append(path)
-    print("\n" + "\n".join(str(path) for path in files if path.exists()))
+        record = {
+            "settings": grid.base.changes,
+            "budgets": grid.budgets,
+            "law": law.law,
+            "spread": law.spread,
+            "form": law.form,
+        }
+        write_json(queue.folder / "law.json", record)
+    print(f"\nThe table of runs, the law and its picture are in {queue.folder}.")
     if queue.failed:
         sys.exit(1)
 

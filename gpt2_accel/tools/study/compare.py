@@ -1,4 +1,5 @@
-"""Compares variants of a recipe: paired seeds, equal budgets, optional tuning, differences to the baseline with intervals.
+"""Compares variants of a recipe: paired seeds, equal budgets, optional tuning, differences to the
+baseline with intervals.
 
 A study is a YAML file, which docs/studies.md describes.
 """
@@ -17,7 +18,8 @@ from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.hf.loss_plot import short_number
 from gpt2_accel.runtime.options import suggestion
-from gpt2_accel.tools.study.runs import Queue, Trial, read_trials
+from gpt2_accel.tools.study.runs import Queue
+from gpt2_accel.tools.study.trials import Trial, read_trials
 
 METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 UNITS = ("tokens", "flops")
@@ -27,7 +29,6 @@ ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 TUNING_SEED = 0
 CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a difference that needs more is called equal to zero for all purposes
-HEADS = ("variant", "verdict", "difference to the baseline")
 
 Settings = dict[str, Any]
 At = tuple[str, float | None]  # a variant and a budget
@@ -62,7 +63,7 @@ class Study:
         for name, own in (shared | self.variants).items():
             if not isinstance(own, dict):
                 raise ValueError(f"{name} is {own!r}: give `name: value` lines")
-            for wrong in {*OWN} & {*own}:
+            for wrong in set(OWN) & set(own):
                 raise ValueError(f"{name} sets {wrong}, which the study sets: leave it out")
         self.unit, self.budgets = read_budgets(self.budget)
         for name, values in self.tune.items():
@@ -78,7 +79,8 @@ class Study:
 def read_study(path: Path, recipes: Path) -> Study:
     """Reads a study's YAML file; a recipe without a slash is one of the folder `recipes`.
 
-    Raises `FileNotFoundError` if it or the recipe is missing, `ValueError` for anything that it cannot hold.
+    Raises `FileNotFoundError` if it or the recipe is missing, `ValueError` for anything that it
+    cannot hold.
     """
     values = load_yaml(str(path), "STUDY.yaml")
     names = [part.name for part in fields(Study)]
@@ -97,7 +99,8 @@ def read_study(path: Path, recipes: Path) -> Study:
 
 
 def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
-    """Returns the unit of the budgets, and the budgets from the smallest; [None] for the recipe's own length of a run."""
+    """Returns the unit of the budgets, and the budgets from the smallest; [None] for the recipe's
+    own length of a run."""
     if not budget:
         return "", [None]
     unit, amounts = next(iter(budget.items()))
@@ -113,9 +116,11 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
 
 
 def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
-    """Returns the runs of a study at some points, each with the updates that its budget pays for, at least one.
+    """Returns the runs of a study at some points, each with the updates that its budget pays for,
+    at least one.
 
-    Raises `ValueError`, with the run's name, for settings that the recipe refuses, or with which a run cannot be compared.
+    Raises `ValueError`, with the run's name, for settings that the recipe refuses, or with which a
+    run cannot be compared.
     """
     recipe = Path(study.recipe)
     changes = []
@@ -125,7 +130,7 @@ def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
         shares.append(own.pop(WARMUP, None))
         changes.append((f"{name}-seed{seed}", own))
     trials = read_trials(recipe, changes)
-    for (*_, budget), share, trial in zip(points, shares, trials, strict=True):
+    for (_, _, _, budget), share, trial in zip(points, shares, trials, strict=True):
         each = trial.config.total_batch_size
         if study.unit == "flops":
             each *= trial.flops_per_token
@@ -152,21 +157,24 @@ def tuning_points(study: Study) -> list[Point]:
     if not study.tune:
         return []
     points = []
-    for name, *values in itertools.product(study.variants, *study.tune.values()):
-        tuned = dict(zip(study.tune, values, strict=True))
-        points.append((name, tuned, TUNING_SEED, study.budgets[-1]))
+    for name in study.variants:
+        for values in itertools.product(*study.tune.values()):
+            tuned = dict(zip(study.tune, values, strict=True))
+            points.append((name, tuned, TUNING_SEED, study.budgets[-1]))
     return points
 
 
 def seed_points(study: Study, tuned: Mapping[str, Settings]) -> list[Point]:
-    """Returns the points of the comparison, seed by seed. `tuned` has the settings that tuning chose by variant."""
+    """Returns the points of the comparison, seed by seed. `tuned` has the settings that tuning
+    chose by variant."""
     seeds = range(1, study.seeds + 1)
     each = itertools.product(seeds, study.budgets, study.variants)
     return [(name, tuned.get(name, {}), seed, budget) for seed, budget, name in each]
 
 
 def compare(study: Study, queue: Queue) -> str:
-    """Trains what a study needs and returns its outcome as Markdown. Raises `ValueError` for settings that a recipe refuses."""
+    """Trains what a study needs and returns its outcome as Markdown. Raises `ValueError` for
+    settings that a recipe refuses."""
     tuned, remarks = tune(study, queue)
     points = seed_points(study, tuned)
     trials = plan(study, points)
@@ -181,7 +189,8 @@ def compare(study: Study, queue: Queue) -> str:
 
 
 def tune(study: Study, queue: Queue) -> tuple[dict[str, Settings], list[str]]:
-    """Trains the tuning points. Returns the settings of the one with the lowest metric by variant, and remarks on them."""
+    """Trains the tuning points. Returns the settings of the one with the lowest metric by variant,
+    and remarks on them."""
     points = tuning_points(study)
     trials = plan(study, points)
     queue.run(trials)
@@ -197,13 +206,14 @@ def tune(study: Study, queue: Queue) -> tuple[dict[str, Settings], list[str]]:
 
 
 def typed(trial: Trial, tuned: Settings) -> Settings:
-    """Returns the tuned settings of a trial with the types of the recipe: YAML reads 1e-3 as a text."""
+    """Returns the tuned settings of a trial with the types of the recipe: YAML reads 1e-3 as a
+    text."""
     return {axis: trial.resolved.get(axis, value) for axis, value in tuned.items()}
 
 
 def tuning_remarks(name: str, best: Settings, tried: Sequence[Settings]) -> list[str]:
-    """Returns what tuning chose for a variant, and which of it is at an end of its axis beyond which there may be more: not at 0,
-    and no text."""
+    """Returns what tuning chose for a variant, and which of it is at an end of its axis beyond
+    which there may be more: not at 0, and no text."""
     values = ", ".join(f"{axis} {value}" for axis, value in best.items())
     lines = [f"{name}: {len(tried)} trials chose {values}"]
     for axis, value in best.items():
@@ -225,8 +235,8 @@ def dry_run(study: Study, queue: Queue) -> str:
 class Comparison:
     """The outcome of a study.
 
-    `values` has the metric of each seed by variant and budget: NaN for a run that failed, infinite for one that diverged.
-    `tokens` are those of each of these runs.
+    `values` has the metric of each seed by variant and budget: NaN for a run that failed, infinite
+    for one that diverged. `tokens` are those of each of these runs.
     """
 
     study: Study
@@ -234,9 +244,11 @@ class Comparison:
     tokens: Mapping[At, int]
 
     def verdict(self, variant: str, budget: float | None) -> tuple[str, str]:
-        """Returns the verdict on a variant, or that it is the baseline, and the difference to the baseline with its interval.
+        """Returns the verdict on a variant, or that it is the baseline, and the difference to the
+        baseline with its interval.
 
-        It is `judge`'s verdict on the pairs in which no run diverged, after the numbers of runs that diverged, if these differ.
+        It is `judge`'s verdict on the pairs in which no run diverged, after the numbers of runs
+        that diverged, if these differ.
         """
         if variant == self.study.baseline:
             return "baseline", ""
@@ -252,13 +264,13 @@ class Comparison:
     def row(self, variant: str, budget: float | None) -> list[str]:
         """Returns the cells of a table: verdict, difference to the baseline, metric, tokens."""
         values = self.values[variant, budget]
-        metric = [plus_minus([*filter(math.isfinite, values)]) or "none"]
+        metric = [plus_minus(list(filter(math.isfinite, values))) or "none"]
         for what, test in (("diverged", math.isinf), ("missing", math.isnan)):
             count = sum(map(test, values))
             if count:
                 metric.append(f"{count} {what}")
-        tokens = short_number(self.tokens[variant, budget])
-        return [*self.verdict(variant, budget), ", ".join(metric), tokens]
+        verdict, difference = self.verdict(variant, budget)
+        return [verdict, difference, ", ".join(metric), short_number(self.tokens[variant, budget])]
 
     def text(self, remarks: Sequence[str]) -> str:
         """Returns the outcome as Markdown: a table for each budget, and remarks."""
@@ -267,7 +279,9 @@ class Comparison:
         for budget in study.budgets:
             parts.append(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
             rows = {name: self.row(name, budget) for name in study.variants}
-            parts.append(markdown((*HEADS, METRICS[study.metric], "tokens"), rows))
+            unit = METRICS[study.metric]
+            heads = ("variant", "verdict", "difference to the baseline", unit, "tokens")
+            parts.append(markdown(heads, rows))
         if remarks:
             parts += ["Remarks", "\n".join(f"- {line}" for line in remarks)]
         return "\n\n".join(parts)
@@ -279,22 +293,24 @@ def diverged(values: Sequence[float]) -> str:
 
 
 def half_width(spread: float, count: Any) -> Any:
-    """Returns half the width of the 95% interval of a mean, by Student's t, from the standard deviation of `count` values, a
-    number or an array."""
+    """Returns half the width of the 95% interval of a mean, by Student's t, from the standard
+    deviation of `count` values, a number or an array."""
     from scipy.stats import t
 
     return t.ppf((1 + CONFIDENCE) / 2, count - 1) * spread / np.sqrt(count)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of at least one value, and half the width of its 95% interval, infinite for one value."""
+    """Returns the mean of at least one value, and half the width of its 95% interval, infinite for
+    one value."""
     if len(values) < 2:
         return values[0], math.inf
     return fmean(values), float(half_width(stdev(values), len(values)))
 
 
 def plus_minus(values: Sequence[float], form: str = ".4f") -> str:
-    """Formats the mean of values and its interval: 3.9260 ± 0.0051; only the mean of one value; empty without values."""
+    """Formats the mean of values and its interval: 3.9260 ± 0.0051; only the mean of one value;
+    empty without values."""
     if not values:
         return ""
     mean, half = interval(values)
@@ -304,8 +320,9 @@ def plus_minus(values: Sequence[float], form: str = ".4f") -> str:
 def judge(differences: Sequence[float]) -> str:
     """Returns the verdict on the differences of pairs of runs with the same seed; lower is better.
 
-    It is "better" or "worse" if the 95% interval excludes zero, "equal" if every pair is equal, or "not distinguishable",
-    with how many more seeds of this mean and spread would make the interval exclude zero.
+    It is "better" or "worse" if the 95% interval excludes zero, "equal" if every pair is equal, or
+    "not distinguishable", with how many more seeds of this mean and spread would make the interval
+    exclude zero.
     """
     count = len(differences)
     if count < 2:

@@ -1,7 +1,9 @@
-"""Scaling laws: trains sizes with equal FLOPs, fits L(N, D) = E + A/N^alpha + B/D^beta to all runs, and predicts a larger one.
+"""Scaling laws: trains sizes with equal FLOPs, fits L(N, D) = E + A/N^alpha + B/D^beta to all runs,
+and predicts a larger one.
 
-L is the loss in nats per token of N parameters, all of them, after D tokens (Hoffmann et al., 2022, arXiv:2203.15556: the
-sizes are those of approach 2, the fit is approach 3). N, D and the losses are float64 arrays of shape (runs,).
+L is the loss in nats per token of N parameters, all of them, after D tokens (Hoffmann et al., 2022,
+arXiv:2203.15556: the sizes are those of approach 2, the fit is approach 3). N, D and the losses are
+float64 arrays of shape (runs,).
 """
 
 import itertools
@@ -9,7 +11,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,27 +18,36 @@ import numpy as np
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.hf.loss_plot import COLOURS, add_legend, new_figure, short_number
-from gpt2_accel.tools.study.runs import Queue, Trial, arguments
+from gpt2_accel.tools.study.runs import Queue
+from gpt2_accel.tools.study.trials import Trial, arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Up to 8,192, from 64 on four in each doubling.
-WIDTHS = (16, 32, 48, *(m * 2**k for k in range(4, 11) for m in (4, 5, 6, 7)), 8192)
+# From 64 on four in each doubling.
+WIDTHS = [16, 32, 48]
+for doubling in range(7):
+    WIDTHS += [quarter * 16 * 2**doubling for quarter in (4, 5, 6, 7)]
+WIDTHS.append(8192)
 SIZES = 7  # of each budget
 TOKENS_PER_PARAMETER = 20  # of the middle one of them
 FEWEST_UPDATES = 20  # of a run that a law can learn from
-FEWEST_RUNS, FEWEST_BUDGETS = 8, 2  # for a fit
+FEWEST_RUNS = 8  # for a fit
+FEWEST_BUDGETS = 2
 MAX_EPOCHS = 4.0  # up to which repeated data is about as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
-# At a width of 64 and 2,048 tokens per update. It falls as width^-WIDTH_EXPONENT, as measured at widths of 32 to 128 with 1M
-# tokens (docs/scaling.md).
-LEARNING_RATE, WIDTH_EXPONENT = 0.0165, 0.5
+# At a width of 64 and 2,048 tokens per update. It falls as width^-WIDTH_EXPONENT, as measured at
+# widths of 32 to 128 with 1M tokens (docs/scaling.md).
+LEARNING_RATE = 0.0165
+WIDTH_EXPONENT = 0.5
 WEIGHT_DECAY = 0.3  # of a run of 2M tokens with 2,048 per update
 BATCH_EXPONENT = 0.383  # the batch grows as tokens^BATCH_EXPONENT
-TOKENS, BATCH, WIDTH = 2_000_000, 2048, 64  # at which rate, decay and batch are meant
+TOKENS = 2_000_000  # of the run for which rate, decay and batch are meant
+BATCH = 2048
+WIDTH = 64
 WARMUP_SHARE = 0.01  # share of the updates
-STARTS = [*itertools.product((0.2, 0.4, 0.8), repeat=2)]  # of alpha and beta
-LEAST, MOST = 0.02, 3.0  # of both
+STARTS = list(itertools.product((0.2, 0.4, 0.8), repeat=2))  # of alpha and beta
+LEAST = 0.02  # of both
+MOST = 3.0
 EXACT = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14, "max_nfev": 10_000}
 ZERO = 1e-6  # nats below which a term of the law counts as 0
 LEVEL = 0.05  # p-value below which the form of a law is refused
@@ -46,25 +56,27 @@ FIXED = {"optimizer": "muon", "lr_schedule": "linear", "min_lr_ratio": 0.0, "bet
 
 
 def size_of(width: int) -> dict[str, int]:
-    """Returns the settings of a width: a layer per 64 of it but at least two, heads of 16 channels up to a width of 256 and of 64
-    above."""
+    """Returns the settings of a width: a layer per 64 of it but at least two, heads of 16 channels
+    up to a width of 256 and of 64 above."""
     head = 16 if width <= 256 else 64
     return {"n_layer": max(2, round(width / 64)), "n_head": width // head, "n_embd": width}
 
 
 def batch_for(tokens: float, length: int) -> int:
-    """Returns the tokens per update of a run of `tokens` tokens in sequences of `length`: they grow as tokens^0.383 (Bergsma et
-    al., 2025, arXiv:2505.13738), rounded to a power of two of sequences."""
+    """Returns the tokens per update of a run of `tokens` tokens in sequences of `length`: they grow
+    as tokens^0.383 (Bergsma et al., 2025, arXiv:2505.13738), rounded to a power of two of
+    sequences."""
     sequences = BATCH / length * (tokens / TOKENS) ** BATCH_EXPONENT
     return length * 2 ** max(0, round(math.log2(sequences)))
 
 
 def settings_for(width: int, tokens: float, batch: int, learning_rate: float) -> dict[str, Any]:
-    """Returns the settings of a run of about `tokens` tokens, `batch` of them per update. `learning_rate` is the peak at a width
-    of 64 with 2,048 tokens per update.
+    """Returns the settings of a run of about `tokens` tokens, `batch` of them per update.
+    `learning_rate` is the peak at a width of 64 with 2,048 tokens per update.
 
-    The rate grows as the square root of the batch (Malladi et al., 2022, arXiv:2205.10287) and the inverse root of the
-    width; the decay grows as the square root of the batch and falls as the tokens, as in nanochat.
+    The rate grows as the square root of the batch (Malladi et al., 2022, arXiv:2205.10287) and the
+    inverse root of the width; the decay grows as the square root of the batch and falls as the
+    tokens, as in nanochat.
     """
     updates = max(1, round(tokens / batch))
     root = math.sqrt(batch / BATCH)
@@ -82,10 +94,11 @@ def settings_for(width: int, tokens: float, batch: int, learning_rate: float) ->
 class Law:
     """A law that was fitted to runs.
 
-    `values` are E, a, alpha, b, beta of the loss E + a (N/N0)^-alpha + b (D/D0)^-beta, `centre` is (N0, D0). `covariance`, (5, 5),
-    is that of `values`, to first order. `spread` is the standard deviation of the residuals in nats, with `free` degrees of
-    freedom. `form` is the p-value of the analysis of variance of the residuals by budget. The fit absorbs some of the
-    differences between budgets, so a right form is refused in less than 5% of studies.
+    `values` are E, a, alpha, b, beta of the loss E + a (N/N0)^-alpha + b (D/D0)^-beta, `centre` is
+    (N0, D0). `covariance`, (5, 5), is that of `values`, to first order. `spread` is the standard
+    deviation of the residuals in nats, with `free` degrees of freedom. `form` is the p-value of the
+    analysis of variance of the residuals by budget. The fit absorbs some of the differences between
+    budgets, so a right form is refused in less than 5% of studies.
     """
 
     values: np.ndarray
@@ -104,7 +117,8 @@ class Law:
 
     @property
     def holds(self) -> bool:
-        """Whether the test does not refuse the law's form. If it does, no interval has a stated coverage."""
+        """Whether the test does not refuse the law's form. If it does, no interval has a stated
+        coverage."""
         return self.form >= LEVEL
 
     def remark(self) -> str:
@@ -123,8 +137,8 @@ class Law:
         return centred((N / N0, D / D0), *self.values)
 
     def half_width(self, N: float, D: float) -> float:
-        """Returns half the width of the 95% interval of the loss of one run, if the form holds: Student's t, with the uncertainty
-        of the law to first order, and a run's noise."""
+        """Returns half the width of the 95% interval of the loss of one run, if the form holds:
+        Student's t, with the uncertainty of the law to first order, and a run's noise."""
         from scipy.optimize import approx_fprime
         from scipy.stats import t
 
@@ -141,8 +155,9 @@ def centred(ratios: Any, E: float, a: float, alpha: float, b: float, beta: float
 
 
 def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> Law:
-    """Fits a law to runs, whose `budgets` are in FLOPs: the least squared residuals over all `STARTS`. Parabolas through runs of
-    equal FLOPs would be biased even without noise (arXiv:2603.22339)."""
+    """Fits a law to runs, whose `budgets` are in FLOPs: the least squared residuals over all
+    `STARTS`. Parabolas through runs of equal FLOPs would be biased even without noise
+    (arXiv:2603.22339)."""
     from scipy.optimize import curve_fit
     from scipy.stats import f_oneway
 
@@ -165,10 +180,12 @@ def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -
 
 @dataclass
 class Grid:
-    """The runs of a scaling study: for each of `budgets`, in FLOPs, `sizes` of `WIDTHS`, which `queue` trains.
+    """The runs of a scaling study: for each of `budgets`, in FLOPs, `sizes` of `WIDTHS`, which
+    `queue` trains.
 
-    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. Raises `ValueError` for a run with fewer than
-    `FEWEST_UPDATES`, or that reads the data more than `max_epochs` times.
+    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. Raises
+    `ValueError` for a run with fewer than `FEWEST_UPDATES`, or that reads the data more than
+    `max_epochs` times.
     """
 
     base: Trial
@@ -181,10 +198,11 @@ class Grid:
     def __post_init__(self) -> None:
         self.data_tokens = read_manifest(self.base.config.data_dir)["splits"]["train"]["tokens"]
         self.by_budget = {budget: self.runs_of(budget) for budget in self.budgets}
-        self.runs = [*chain.from_iterable(self.by_budget.values())]
+        self.runs = list(itertools.chain.from_iterable(self.by_budget.values()))
 
     def trial(self, width: int, budget: float, **changes: Any) -> Trial:
-        """Returns the run of a width with the tokens that a budget pays for, in whole updates, and other changed settings."""
+        """Returns the run of a width with the tokens that a budget pays for, in whole updates, and
+        other changed settings."""
         label = f"{budget:.3g}-width{width}"
         sized = self.base.changed(label, **size_of(width), **changes)
         tokens = budget / sized.flops_per_token
@@ -199,7 +217,8 @@ class Grid:
         low = max(0, middle - self.sizes // 2)
         chosen = trials[low : low + self.sizes]
         for trial in chosen:
-            updates, epochs = trial.config.max_steps, self.epochs(trial)
+            updates = trial.config.max_steps
+            epochs = self.epochs(trial)
             if updates < FEWEST_UPDATES or epochs > self.max_epochs:
                 raise ValueError(
                     f"run {trial.label} has {updates} updates and reads the data {epochs:.2g} times, and a run needs "
@@ -223,10 +242,11 @@ class Grid:
         return np.array(rows, float).reshape(-1, 4).T
 
     def train(self) -> Law | None:
-        """Trains the runs and fits a law to those with a loss; returns None if they are too few for a fit."""
+        """Trains the runs and fits a law to those with a loss; returns None if they are too few for
+        a fit."""
         self.queue.run(self.runs)
         points = self.points()
-        if points.shape[1] < FEWEST_RUNS or len({*points[3]}) < FEWEST_BUDGETS:
+        if points.shape[1] < FEWEST_RUNS or len(set(points[3])) < FEWEST_BUDGETS:
             return None
         return fit(*points)
 
@@ -237,15 +257,20 @@ class Grid:
         return trials[int(np.argmin(losses))]
 
     def text(self, law: Law | None, target: float | None) -> str:
-        """Returns the outcome as Markdown: the law, its remarks, with the best run of `target` FLOPs, the runs."""
-        few = (
-            f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
-        )
-        parts, lines = ["Law"], [few]
-        if law is not None:
+        """Returns the outcome as Markdown: the law, its remarks, with the best run of `target`
+        FLOPs, the runs."""
+        parts = ["Law"]
+        lines = []
+        if law is None:
+            lines.append(
+                f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
+            )
+        else:
             rows = {name: [f"{value:.4g}"] for name, value in law.law.items()}
             parts.append(markdown(("law", "value"), rows))
-            lines = [law.remark(), *(self.target_remarks(law, target) if target else [])]
+            lines.append(law.remark())
+            if target:
+                lines += self.target_remarks(law, target)
         for budget, trials in self.by_budget.items():
             lowest = min(trials, key=self.queue.metric)
             if lowest in (trials[0], trials[-1]):
@@ -254,16 +279,20 @@ class Grid:
                     "give other --sizes or --budgets"
                 )
         lines += self.queue.caveats(self.runs)
-        bullets = "\n".join(f"- {line}" for line in lines)
-        return "\n\n".join([*parts, bullets, "Runs", self.queue.runs_table(self.runs)])
+        parts.append("\n".join(f"- {line}" for line in lines))
+        parts += ["Runs", self.queue.runs_table(self.runs)]
+        return "\n\n".join(parts)
 
     def target_remarks(self, law: Law, flops: float) -> list[str]:
-        """Returns the best run with `flops` FLOPs, its predicted loss, and its command, or that there is none."""
+        """Returns the best run with `flops` FLOPs, its predicted loss, and its command, or that
+        there is none."""
         if min(law.values[[1, 3]]) < ZERO:
             return ["the law has no best size, since a term is 0: add a larger budget"]
         run = self.best(law, flops)
-        command = arguments(run.changes, self.queue.folder / f"best-{flops:.3g}")
-        N, D, epochs = run.shape.parameter_count, run.tokens, self.epochs(run)
+        command = shlex.join(arguments(run.changes, self.queue.folder / f"best-{flops:.3g}"))
+        N = run.shape.parameter_count
+        D = run.tokens
+        epochs = self.epochs(run)
         sure = "without an interval, since the form of the law does not hold"
         if law.holds:
             sure = f"95% interval ± {law.half_width(N, D):.4f}"
@@ -271,7 +300,7 @@ class Grid:
             f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} times the largest budget, has "
             f"{short_number(N)} parameters and {short_number(D)} tokens, {epochs:.2g} times the data: "
             f"val/loss {law.loss(N, D):.4f}, {sure}, by these settings and on this text",
-            f"train it: gpt2-accel {shlex.join([run.recipe.stem, *command])}",
+            f"train it: gpt2-accel {run.recipe.stem} {command}",
         ]
         if epochs > self.max_epochs:
             lines.append("the law knows no repetition of data: prepare more text for the best run")
@@ -283,7 +312,7 @@ class Grid:
             "val/loss in nats per token by budget in FLOPs; lines: the fitted law"
         )
         points = self.points()
-        for budget, colour in zip(self.budgets, cycle(COLOURS), strict=False):
+        for budget, colour in zip(self.budgets, itertools.cycle(COLOURS), strict=False):
             N, D, losses, _ = points[:, points[3] == budget]
             ax.plot(N, losses, "o", color=colour, markersize=4, label=short_number(budget, True))
             if law:

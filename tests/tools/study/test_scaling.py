@@ -14,8 +14,9 @@ from launching import ROOT, python
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.estimate.dry_run import dry_run
-from gpt2_accel.tools.study.runs import Queue, Trial
+from gpt2_accel.tools.study.runs import Queue
 from gpt2_accel.tools.study.scaling import LEARNING_RATE, Grid, batch_for, fit, settings_for
+from gpt2_accel.tools.study.trials import Trial
 
 RECIPE = ROOT / "recipes/scaling_laws.py"
 LAW = (1.0, 40.0, 0.3, 60.0, 0.3)
