@@ -97,10 +97,14 @@ PIP := $(BIN)/python -m pip --quiet
 	touch $@
 
 .venv/installed-dev: .venv/installed  # what the other targets need
-	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,export,report,scale,serving,study,trackers]'
+	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,report,scale,serving,study,trackers]'
 	touch $@
 
 .venv/llama/installed: .venv/installed-dev
 	$(PYTHON) -m venv .venv/llama
-	.venv/llama/bin/python -m pip install --quiet 'llama-cpp-python[server]==0.3.36'
+	$(PIP) install sentencepiece  # of llama.cpp's converter
+	.venv/llama/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest .venv/llama \
+		llama-cpp-python==0.3.36
+	tar -xzf .venv/llama/llama_cpp_python-0.3.36.tar.gz -C .venv/llama --strip-components 2 --wildcards '*/vendor/llama.cpp/*'
+	.venv/llama/bin/python -m pip install --quiet '.venv/llama/llama_cpp_python-0.3.36.tar.gz[server]'
 	touch $@

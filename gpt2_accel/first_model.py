@@ -12,7 +12,6 @@ from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.data.shards import check_tokenizer, read_manifest, read_parts
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
-    check_finite,
     configured_shape,
     from_pretrained,
     is_custom,
@@ -20,6 +19,7 @@ from gpt2_accel.hf.convert import (
     local_directory,
 )
 from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
+from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.tokenizer import document_marks, load_tokenizer

@@ -11,10 +11,10 @@ from gpt2_accel.checkpoint.find import read_status
 from gpt2_accel.checkpoint.writer import write_manifest
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import UnreadableData
-from gpt2_accel.hf.convert import check_finite
 from gpt2_accel.hf.hub import MODEL_MANIFEST
 from gpt2_accel.hf.lora import merged
 from gpt2_accel.hf.safetensors_files import WEIGHTS
+from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.run import Run
 from gpt2_accel.runtime import signals

@@ -5,11 +5,12 @@
     accelerate launch recipes/evaluate.py --model USER/NAME --tasks core
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
 
-`--model` takes runs' folders, directories of any causal language model, and Hub ids. Prints a table, of several models a
-row for each, with conventions; docs/evaluation.md has GPT-2's published results. `--data TASK=FILE` gives local items:
-for `core` DCLM's bundle, a folder, a ZIP file or its URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for
-`chat` with `prompt` and `answer`, for `text` a text file.
-Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the same directories (docs/evaluation.md).
+`--model` takes runs' folders, directories of any causal language model, and Hub ids. Prints a
+table, of several models a row for each, with conventions; docs/evaluation.md has GPT-2's published
+results. `--data TASK=FILE` gives local items: for `core` DCLM's bundle, a folder, a ZIP file or its
+URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for `chat` with `prompt` and
+`answer`, for `text` a text file. Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the
+same directories (docs/evaluation.md).
 """
 
 import hashlib
@@ -38,8 +39,9 @@ from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
-from gpt2_accel.hf.convert import check_finite, local_directory
+from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.files import digest, write_json
@@ -99,7 +101,8 @@ def local_files(config: Evaluate) -> dict[str, str]:
     for entry in config.data:
         task, equals, path = entry.partition("=")
         if not equals and len(config.tasks) == 1:
-            task, path = config.tasks[0], entry
+            task = config.tasks[0]
+            path = entry
         if task not in config.tasks:
             raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
         found[task] = path
@@ -116,7 +119,8 @@ def evaluate(
     tokenizer: "PreTrainedTokenizerBase",
     data: dict[str, list[Item] | Path],
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of a model, and notes on them. `data` holds the items of each task, for CORE its bundle."""
+    """Returns the results of a model, and notes on them. `data` holds the items of each task, for
+    CORE its bundle."""
     build = {
         "core": partial(Core, limit=config.limit),
         "hellaswag": HellaSwag,
@@ -145,7 +149,8 @@ def evaluate(
 def open_model(
     name: str | Path, model_class: str | None
 ) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
-    """Returns what `describe_weights` does, the model and its tokenizer. All ranks call it, and all fail if one does."""
+    """Returns what `describe_weights` does, the model and its tokenizer. All ranks call it, and all
+    fail if one does."""
     with all_or_none():
         directory = local_directory(name)
         entry = describe_weights(directory)
@@ -157,7 +162,8 @@ def open_model(
 
 
 def output_file(config: Evaluate, name: str) -> Path | None:
-    """Returns the file for a model's results, or None. That of a checkpoint is in its run's folder: it may be removed."""
+    """Returns the file for a model's results, or None. That of a checkpoint is in its run's folder:
+    it may be removed."""
     if config.output is not None:
         return Path(config.output)
     folder = Path(name).resolve()
@@ -169,7 +175,8 @@ def output_file(config: Evaluate, name: str) -> Path | None:
 
 
 def table(entries: dict[str, dict]) -> str:
-    """Returns the results of models as a table: of one model a row for each metric, of several a row for each model."""
+    """Returns the results of models as a table: of one model a row for each metric, of several a
+    row for each model."""
     cells = result_rows([entry["results"] for entry in entries.values()])
     counts = [f"{entry['parameters']:,}" for entry in entries.values()]
     cells = {"parameters": counts} | cells

@@ -67,8 +67,6 @@ LOCAL = {
     "python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib": (
         "--eval_tokens 256"
     ),
-    "python recipes/export.py --model runs/quickstart --output quickstart.gguf": "",
-    "python recipes/export.py --model runs/quickstart --average 2 --output runs/average": "--average 1",
 }
 PROGRAM = {  # `gpt2-accel` runs the same recipes
     "gpt2-accel prepare-data text my_texts/ --tokenizer bpe --data_dir data/mine": (
@@ -173,7 +171,11 @@ NOT_RUN = {
         "tests/tools/study/test_scaling.py does"
     ),
     "pip install 'transformers[serving]>=5.17'": "installs",
-    "pip install 'gguf>=0.17'": "installs",
+    "git clone --depth 1 https://github.com/ggml-org/llama.cpp": "needs a network",
+    "pip install sentencepiece": "installs",
+    "python llama.cpp/convert_hf_to_gguf.py models/mine --outfile mine.gguf --outtype f32": (
+        "tests/hf/test_serving.py does, with another tokenizer"
+    ),
     "pip install 'optimum-onnx[onnxruntime]'": "installs",
     "optimum-cli export onnx --model runs/quickstart --task text-generation quickstart_onnx": (
         "needs an environment of its own"

@@ -11,7 +11,8 @@ class DifferentModel(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How the files of `transformers` differ from an architecture in `models/`; the `CONVERSION` of `hf/NAME.py`.
+    """How the files of `transformers` differ from an architecture in `models/`; the `CONVERSION` of
+    `hf/NAME.py`.
 
     Tensors are named by the ends of their names in `models/`, without HF's `prefix`.
     """
@@ -27,9 +28,7 @@ class Conversion:
     ignored: tuple[str, ...] = ()  # buffers in old files
     fields: Mapping[str, str]  # HF's field of `config.json` -> the config's in `models/`
     supported: Mapping[str, tuple]  # HF's option -> the values for which the models are equal
-    # (HF's values, dropout) -> the config's other fields. Raises `DifferentModel` if `models/` computes another model.
+    # (HF's values, dropout) -> the config's other fields. Raises `DifferentModel` if `models/`
+    # computes another model.
     read: Callable[[Mapping[str, Any], float], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]  # the config -> HF's other fields
-    # The config -> llama.cpp's metadata, as arguments of `GGUFWriter.add_NAME`. Raises `ValueError` if it has none.
-    gguf: Callable[[Any], dict[str, Any]]
-    gguf_interleaved: tuple[str, ...] = ()  # llama.cpp has the two halves of a head's rows in turns

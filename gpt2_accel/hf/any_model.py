@@ -1,4 +1,5 @@
-"""Opens and writes the directories of `models/any_model.py`: what `transformers` itself reads and writes."""
+"""Opens and writes the directories of `models/any_model.py`: what `transformers` itself reads and
+writes."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def any_config(values: Mapping[str, Any], note: str, attention: str | None = None) -> AnyConfig:
-    """Returns the shape that a `config.json` describes, for the class of `transformers`. `note` and `attention` as in `AnyConfig`.
+    """Returns the shape that a `config.json` describes, for the class of `transformers`. `note` and
+    `attention` as in `AnyConfig`.
 
-    Raises `ValueError` if it is not a causal language model of text, is quantized, or needs remote code.
+    Raises `ValueError` if it is not a causal language model of text, is quantized, or needs remote
+    code.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -53,20 +56,23 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
 def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     """Loads the weights of a directory in fp32 on the CPU, in training mode.
 
-    Tensors that the class does not have are named in the shape's `note`. Raises `ValueError` for a missing or misshapen tensor,
-    which `transformers` would initialise at random, and for what `transformers` cannot open."""
+    Tensors that the class does not have are named in the shape's `note`. Raises `ValueError` for a
+    missing or misshapen tensor, which `transformers` would initialise at random, and for what
+    `transformers` cannot open."""
     options = {} if shape.attention is None else {"attn_implementation": shape.attention}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         inner, found = open_class(directory, **options)
     except Exception as error:  # the library raises several types
         raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
-    misshapen = {key for key, *_ in found["mismatched_keys"]}
-    if wrong := sorted(found["missing_keys"] | misshapen):
+    misshapen = {entry[0] for entry in found["mismatched_keys"]}
+    wrong = sorted(found["missing_keys"] | misshapen)
+    if wrong:
         raise ValueError(
             f"{directory} does not fit its config.json: {wrong[0]} is missing or has another shape"
         )
-    if unknown := sorted(found["unexpected_keys"]):
+    unknown = sorted(found["unexpected_keys"])
+    if unknown:
         shape.note += (
             f"; it does not have {unknown[0]}, one of {len(unknown)} such tensors of {directory}"
         )
@@ -74,7 +80,8 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
 
 
 def open_class(directory: Path, **options: Any) -> "PreTrainedModel | tuple[PreTrainedModel, dict]":
-    """Opens a directory with the class of `transformers`, in fp32. `options` are those of its `from_pretrained`."""
+    """Opens a directory with the class of `transformers`, in fp32. `options` are those of its
+    `from_pretrained`."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -88,7 +95,8 @@ def quiet() -> Iterator[None]:
     """Hides the progress bars and the reports of `transformers` inside the block."""
     from transformers.utils import logging as library
 
-    shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    shown = library.is_progress_bar_enabled()
+    level = library.get_verbosity()
     library.disable_progress_bar()
     library.set_verbosity(logging.ERROR)
     try:
@@ -106,10 +114,12 @@ def write_any(
     ends: list[int],
     generation: "GenerationConfig",
 ) -> None:
-    """Writes what `save_pretrained` of the class writes, or its adapter; of a model on the meta device all but the weights.
+    """Writes what `save_pretrained` of the class writes, or its adapter; of a model on the meta
+    device all but the weights.
 
-    `ids` are the tokenizer's special tokens, which the model's config keeps its own of, and `ends` the tokens that end a text,
-    which generation must end with. `generation` is for a model without a generation config of its own."""
+    `ids` are the tokenizer's special tokens, which the model's config keeps its own of, and `ends`
+    the tokens that end a text, which generation must end with. `generation` is for a model without
+    a generation config of its own."""
     if model.adapter:
         write_adapter(model, folder)
         return
@@ -135,7 +145,8 @@ def write_any(
 @torch.no_grad()
 def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
     """Returns what `chat_template.with_rows` does, of a class of `transformers`."""
-    inner, size = model.inner, max(model.config.vocab_size, tokens)
+    inner = model.inner
+    size = max(model.config.vocab_size, tokens)
     if size > model.config.vocab_size:
         inner.resize_token_embeddings(size, mean_resizing=False)
     weights = {inner.get_input_embeddings().weight, inner.get_output_embeddings().weight}

@@ -15,7 +15,8 @@ import torch
 
 from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.hf.any_model import with_rows_of_class
-from gpt2_accel.hf.convert import conversion, model_tokenizer
+from gpt2_accel.hf.convert import model_tokenizer
+from gpt2_accel.hf.tensors import conversion
 from gpt2_accel.models import LanguageModel, filled
 from gpt2_accel.models.any_model import AnyModel
 

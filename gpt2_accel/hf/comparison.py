@@ -1,21 +1,23 @@
-"""Compares the trained module with what `transformers` computes from its directory, and saves it in the form that fits.
+"""Compares the trained module with what `transformers` computes from its directory, and saves it in
+the form that fits.
 
-A model that differs, or whose tensors `transformers` does not have, is saved under the `model_type` of `convert.CUSTOM`, which
-`transformers` refuses in place of loading another model.
+A model that differs, or whose tensors `transformers` does not have, is saved under the `model_type`
+of `convert.CUSTOM`, which `transformers` refuses in place of loading another model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gpt2_accel.hf.any_model import open_class
-from gpt2_accel.hf.convert import HEAD, hf_config, save_pretrained, special_ids, to_hf
+from gpt2_accel.hf.convert import hf_config, save_pretrained, special_ids
 from gpt2_accel.hf.model_card import Training
+from gpt2_accel.hf.tensors import HEAD, to_hf
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.models.any_model import AnyModel
 
@@ -24,14 +26,14 @@ if TYPE_CHECKING:
 
 TOKENS = 64  # that both models read, at most
 LIMIT = 1e-4  # of the logits' standard deviation; rounding in fp32 is about 3e-6
-SMALLER = 0.125  # a power of two, by which weights are multiplied and divided exactly
 
 
 @dataclass
 class ModelFiles:
     """Writes the directories of a run's model, and decides on their form.
 
-    `custom` is why `transformers` cannot open the model, empty if it can. `compared` says that its logits were compared.
+    `custom` is why `transformers` cannot open the model, empty if it can. `compared` says that its
+    logits were compared.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -46,8 +48,8 @@ class ModelFiles:
         training: Training | None = None,
         name: str | None = None,
     ) -> None:
-        """Writes the directory of a model in host memory. Compares the logits the first time, and before if the
-        tensors already tell.
+        """Writes the directory of a model in host memory. Compares the logits the first time, and
+        before if the tensors already tell.
 
         Raises the errors of `save_pretrained`."""
         if isinstance(model, AnyModel):
@@ -61,9 +63,11 @@ class ModelFiles:
         if self.compared or model.device.type == "meta":
             return
         self.compared = True
-        if not self.custom and not (found := difference(model, directory)) <= LIMIT:
-            self.custom = f"its logits differ by {found:.2g} of their standard deviation"
-            write(custom=self.custom)
+        if not self.custom:
+            found = difference(model, directory)
+            if not found <= LIMIT:  # NaN too
+                self.custom = f"its logits differ by {found:.2g} of their standard deviation"
+                write(custom=self.custom)
         if self.custom:
             self.print_line(
                 f"transformers cannot open this model ({self.custom}): it is saved in a form of its own, see its README.md"
@@ -71,7 +75,8 @@ class ModelFiles:
 
 
 def unknown_tensors(model: LanguageModel) -> str:
-    """Returns why `transformers` has no model with these tensors; empty if the names and shapes are those of its model.
+    """Returns why `transformers` has no model with these tensors; empty if the names and shapes are
+    those of its model.
 
     Takes no memory for weights."""
     from transformers import AutoModelForCausalLM
@@ -87,51 +92,28 @@ def unknown_tensors(model: LanguageModel) -> str:
 
 @torch.no_grad()
 def difference(model: LanguageModel, directory: Path) -> float:
-    """Returns the largest difference between the logits of a model on the CPU and those that `transformers` computes
-    from its directory, in units of their standard deviation. Both compute in fp32. The document mask is left out: it
-    is a setting of training.
-
-    Both models are compared twice, the second time with all weights an eighth as large: the activations of a trained model
-    are so large that another epsilon of a norm is hardly visible in its logits."""
+    """Returns the largest difference between the logits of a model on the CPU and those that
+    `transformers` computes from its directory, in units of their standard deviation. Both compute
+    in fp32. The document mask is left out: it is a setting of training."""
     theirs = open_class(directory).eval()  # in fp32: for bf16 it would change the default dtype
     config = model.config
     generator = torch.Generator().manual_seed(0)
     shape = 1, min(TOKENS, config.n_positions)
     input_ids = torch.randint(config.vocab_size, shape, generator=generator)
     model.separator = None
-
-    def compare() -> float:
-        with ComputeInFp32():
-            logits = model(input_ids)
-        return ((logits - theirs(input_ids).logits).abs().max() / logits.std()).item()
-
-    with evaluating(model):
-        found = compare()
-        scale(model, SMALLER)
-        scale(theirs, SMALLER)
-        found = max(found, compare())
-        scale(model, 1 / SMALLER)
-    return found
+    with evaluating(model), parameters_in_fp32(model):
+        logits = model(input_ids)
+    return ((logits - theirs(input_ids).logits).abs().max() / logits.std()).item()
 
 
-class ComputeInFp32(TorchFunctionMode):
-    """Inside it, a function of torch gets copies in fp32 of tensors in bf16, such as weights: only one weight at a time
-    takes the memory of a copy."""
-
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        named = {name: in_fp32(value) for name, value in (kwargs or {}).items()}
-        return function(*map(in_fp32, args), **named)
-
-
-def in_fp32(value: Any) -> Any:
-    """Returns a tensor in bf16 as fp32, and any other value unchanged."""
-    is_half = isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
-    return value.float() if is_half else value
-
-
-def scale(model: torch.nn.Module, factor: float) -> None:
-    """Multiplies all weights in place."""
-    for parameter in model.parameters():
-        parameter.mul_(factor)
+@contextmanager
+def parameters_in_fp32(model: LanguageModel) -> Iterator[None]:
+    """Replaces parameters in bf16 by copies in fp32 inside the block."""
+    own = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in own:
+        parameter.data = data.float()
+    try:
+        yield
+    finally:
+        for parameter, data in own:
+            parameter.data = data

@@ -1,13 +1,12 @@
 """Opens and writes Hugging Face model directories: weights, config, tokenizer.
 
-A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/NAME.py` knows the tensors, the
-config and llama.cpp's metadata of the architecture NAME. Vocabulary padding is not stored, nor is a tied head.
+A saved directory is an HF model: `AutoModelForCausalLM.from_pretrained` opens it. `hf/tensors.py`
+converts the weights.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from pydoc import ErrorDuringImport, importfile
@@ -17,20 +16,20 @@ import torch
 from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
-from gpt2_accel.hf import Conversion, DifferentModel, hub
+from gpt2_accel.hf import DifferentModel, hub
 from gpt2_accel.hf.any_model import any_config, open_any, with_rows_of_class, write_any
 from gpt2_accel.hf.lora import base_of, load_lora, merged, opening_lines
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     ADAPTER,
-    DTYPES,
     WEIGHTS,
     is_adapter,
     read_tensors,
     weight_files,
     write_safetensors,
 )
-from gpt2_accel.models import LanguageModel, ModelConfig, config_class, filled
+from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
+from gpt2_accel.models import LanguageModel, ModelConfig, config_class
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import atomic_files, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
@@ -45,112 +44,8 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-HEAD = "lm_head.weight"
 LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
-
-
-def conversion(architecture: str) -> Conversion:
-    """Returns how the files of an architecture in `config.ARCHITECTURES` differ from its model."""
-    return import_module(f"gpt2_accel.hf.{architecture}").CONVERSION
-
-
-def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Returns the weights under HF's names and shapes, as views where possible, so not all are contiguous."""
-    state = model.state_dict()
-    if isinstance(model, AnyModel):
-        return {name.removeprefix("inner."): tensor for name, tensor in state.items()}
-    table = conversion(model.config.architecture)
-    tensors = {}
-    for name, tensor in state.items():
-        if name in table.padded:
-            tensor = tensor[: model.config.vocab_size]
-        if name.endswith(table.transposed):
-            tensor = tensor.t()
-        key = name if name == HEAD else table.prefix + name
-        tensors[key] = tensor
-        if name.endswith(table.biased) and name.removesuffix("weight") + "bias" not in state:
-            tensors[key.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[-1])
-    return tensors
-
-
-def from_hf(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    config: ModelConfig,
-    source: str = "the state dict",
-) -> LanguageModel:
-    """Returns a model of this config with HF's weights, in fp32 on the CPU, in its own memory.
-
-    Arguments and errors are those of `load_hf`."""
-    with torch.device("meta"):
-        model = config.build()
-    found = fitting(model, tensors, source)  # before memory is taken for a wrong config
-    zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
-    model = filled(model, zeros)
-    load_hf(model, found.items(), source)
-    return model
-
-
-def fitting(
-    model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str
-) -> dict[str, torch.Tensor]:
-    """Returns HF's weights by their full names.
-
-    Raises `ValueError` for a missing, unknown or misshapen tensor.
-    """
-    table = conversion(model.config.architecture)
-    own = to_hf(model)
-    names = model.state_dict().keys()
-    needed = {key for key in own if key.removeprefix(table.prefix) in names}
-    found = {}
-    for key, tensor in tensors:
-        name = key.removeprefix(table.prefix)
-        if not name.endswith(table.ignored):
-            found[name if name == HEAD else table.prefix + name] = tensor
-    unknown = found.keys() - own.keys() - {HEAD}  # a tied head may be there
-    if wrong := (needed - found.keys()) | unknown:
-        raise ValueError(
-            f"{source} and its config are not of one model: only one of them has {min(wrong)}"
-        )
-    for key, tensor in found.items():
-        shape = own[key].shape if key in own else tensor.shape
-        if tensor.shape != shape or tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
-                f"{tuple(shape)}, fp32, fp16 or bf16"
-            )
-    return found
-
-
-@torch.no_grad()
-def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
-    """Copies HF's weights into a model. `source` names the file in errors. HF's prefix may be
-    absent from the names.
-
-    Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the token embedding it
-    should be tied to, or a nonzero bias if the model has none.
-    """
-    table = conversion(model.config.architecture)
-    own = to_hf(model)  # views of the weights, and zeros for the biases that it does not have
-    found = fitting(model, tensors, source)
-    head = None if HEAD in own else found.pop(HEAD, None)
-    names = model.state_dict().keys()
-    for key, tensor in found.items():
-        if key.removeprefix(table.prefix) not in names and tensor.any():
-            raise ValueError(f'{source} says "bias": false, but {key} is not zero')
-        own[key].copy_(tensor)
-    embedding = own[table.prefix + table.padded[0]]
-    if head is not None and not torch.equal(head.float(), embedding.float()):
-        raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
-
-
-def check_finite(model: LanguageModel, source: str | Path = "the model") -> None:
-    """Raises `ValueError` if a weight is NaN or infinite. `source` names the model in the message."""
-    for key, tensor in to_hf(model).items():
-        if not tensor.isfinite().all():
-            raise ValueError(
-                f"{key} of {source} holds NaN or infinite weights: take another, such as an earlier checkpoint"
-            )
 
 
 def save_pretrained(
@@ -162,15 +57,17 @@ def save_pretrained(
     name: str | None = None,
     custom: str = "",
 ) -> None:
-    """Writes an HF model directory: weights, config, generation config, model card, tokenizer if given.
+    """Writes an HF model directory: weights, config, generation config, model card, tokenizer if
+    given.
 
-    A model that `transformers` does not have is written under its own names; `custom` says why, for the card. Of a model on
-    the meta device all but the weights is written.
+    A model that `transformers` does not have is written under its own names; `custom` says why, for
+    the card. Of a model on the meta device all but the weights is written.
 
-    `training` is what the card says of how the model was made, `name` what it calls the model, by default the
-    directory. The files have the dtype of the weights. Each file is replaced whole, so a directory that is in use never
-    holds half a file. It takes no second copy of the weights in memory.
-    Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that of `save_tokenizer`.
+    `training` is what the card says of how the model was made, `name` what it calls the model, by
+    default the directory. The files have the dtype of the weights. Each file is replaced whole, so
+    a directory that is in use never holds half a file. It takes no second copy of the weights in
+    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that
+    of `save_tokenizer`.
     """
     from transformers import GenerationConfig
 
@@ -228,14 +125,17 @@ def save_pretrained(
 def special_ids(
     tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
 ) -> dict[str, int | None]:
-    """Returns the special tokens of a `config.json`; OpenAI's vocabulary has its end of a text also without a tokenizer."""
+    """Returns the special tokens of a `config.json`; OpenAI's vocabulary has its end of a text also
+    without a tokenizer."""
     if tokenizer is None:
         end = GPT2_VOCAB_SIZE - 1 if vocab_size == GPT2_VOCAB_SIZE else None
         return {"bos_token_id": end, "eos_token_id": end}
     begin, end = (next(iter(ids), None) for ids in (text_start(tokenizer), text_ends(tokenizer)))
     padding = tokenizer.pad_token_id
     ids = {"bos_token_id": begin, "eos_token_id": end}
-    return ids if padding in (None, end) else {**ids, "pad_token_id": padding}
+    if padding not in (None, end):
+        ids["pad_token_id"] = padding
+    return ids
 
 
 def hf_config(
@@ -277,17 +177,18 @@ def from_pretrained(
     reason: str | None = None,
     merge: bool = True,
 ) -> LanguageModel:
-    """Loads a causal language model, in fp32 on CPU, in training mode: the module in `models/` if it computes the same, else
-    the class of `transformers`.
+    """Loads a causal language model, in fp32 on CPU, in training mode: the module in `models/` if
+    it computes the same, else the class of `transformers`.
 
-    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training setting of GPT-2; the
-    value in the file is ignored. A model that `transformers` does not have needs its class, see `load_class`. `attention`, an
-    `attn_implementation`, takes the class of `transformers`, and so does a `reason`, which is
-    printed. An adapter of peft is opened with its base model, and merged with it unless `merge` is
-    False.
+    `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training
+    setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
+    needs its class, see `load_class`. `attention`, an `attn_implementation`, takes the class of
+    `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened with its
+    base model, and merged with it unless `merge` is False.
 
-    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if `transformers` has no such model of
-    text, or if it is damaged; the message names the file or tensor. Files are never run as code.
+    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if
+    `transformers` has no such model of text, or if it is damaged; the message names the file or
+    tensor. Files are never run as code.
     """
     directory = local_directory(name)
     if model_class is not None:
@@ -309,7 +210,8 @@ def from_pretrained(
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:
-    """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not those of such a model."""
+    """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not
+    those of such a model."""
     tensors = read_tensors(weight_files(directory))
     custom = is_custom(directory)
     saved = read_custom(directory, type(model)) if custom else asdict(read_config(directory))
@@ -350,7 +252,8 @@ def load_class(name: str) -> type[LanguageModel]:
 
 
 def config_values(directory: Path) -> dict[str, Any]:
-    """Returns the fields of a `config.json`. Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged."""
+    """Returns the fields of a `config.json`. Raises `FileNotFoundError` if there is none,
+    `ValueError` if it is damaged."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
@@ -366,8 +269,9 @@ def is_custom(directory: Path) -> bool:
 
 
 def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
-    """Returns the fields of the config of a model that `transformers` does not have. Raises `ValueError` if the directory
-    holds one of another class than `kind`. What the file names is not imported."""
+    """Returns the fields of the config of a model that `transformers` does not have. Raises
+    `ValueError` if the directory holds one of another class than `kind`. What the file names is not
+    imported."""
     values = config_values(directory)
     if values.get("model_type") != CUSTOM:
         raise ValueError(f"{directory} holds a model of transformers: leave out --model_class")
@@ -384,7 +288,8 @@ def local_directory(name: str | Path, patterns: Sequence[str] = hub.MODEL_FILES)
 
 
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can be trained.
+    """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can
+    be trained.
 
     Raises the errors of `read_config`, `weight_files` and `load_tokenizer`."""
     directory = local_directory(name)
@@ -399,9 +304,10 @@ def read_config(
     attention: str | None = None,
     reason: str | None = None,
 ) -> ModelConfig:
-    """Reads the shape in the `config.json` of a directory or Hub repository: that of a module in `models/` if it computes the
-    same, else an `AnyConfig`. `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model.
-    Raises `ValueError` for what cannot be trained, see `any_config`."""
+    """Reads the shape in the `config.json` of a directory or Hub repository: that of a module in
+    `models/` if it computes the same, else an `AnyConfig`. `attention` and `reason` as in
+    `from_pretrained`. An adapter has the shape of its base model. Raises `ValueError` for what
+    cannot be trained, see `any_config`."""
     directory = local_directory(name, ("config.json", ADAPTER))
     if is_adapter(directory):
         return read_config(base_of(directory), attention=attention, reason=LORA)
@@ -421,7 +327,8 @@ def read_config(
 
 
 def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
-    """Converts what a `config.json` holds; returns a reason if no module in `models/` computes the same."""
+    """Converts what a `config.json` holds; returns a reason if no module in `models/` computes the
+    same."""
     from transformers import CONFIG_MAPPING
 
     model_type = values.get("model_type")
@@ -430,7 +337,8 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
             f"it is a model of the class {values.get('class')}, which transformers does not have: name its code by "
             "--model_class FILE.py:CLASS"
         )
-    if file := values.get("transformers_weights"):
+    file = values.get("transformers_weights")
+    if file:
         raise ValueError(f"its weights are in {file!r}: save the model again, in model.safetensors")
     if model_type not in ARCHITECTURES:
         return f"models/ has no {model_type}"
@@ -450,8 +358,9 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
 
 
 def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Returns the shape of a new model that a `TrainConfig` describes, by `architecture`: a name, or the directory or Hub id of a
-    model. Raises `ValueError` for settings that the architecture does not have."""
+    """Returns the shape of a new model that a `TrainConfig` describes, by `architecture`: a name,
+    or the directory or Hub id of a model. Raises `ValueError` for settings that the architecture
+    does not have."""
     name = settings.architecture
     if name in (None, *ARCHITECTURES):
         if settings.attn_implementation:

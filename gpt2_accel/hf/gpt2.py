@@ -1,7 +1,7 @@
 """Hugging Face's GPT-2 and `models/gpt2.py`.
 
-HF stores the transpose of four matrices per block. It always has biases, so a model without biases writes zeros and
-`"bias": false` in `config.json`.
+HF stores the transpose of four matrices per block. It always has biases, so a model without biases
+writes zeros and `"bias": false` in `config.json`.
 """
 
 from collections.abc import Mapping
@@ -24,21 +24,15 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
 
 
 def write(config: GPTConfig) -> dict[str, Any]:
-    """Returns HF's fields that `Conversion.fields` cannot give. Readers outside transformers need `n_ctx`."""
+    """Returns HF's fields that `Conversion.fields` cannot give. Readers outside transformers need
+    `n_ctx`."""
     return {
         "n_ctx": config.n_positions,
         "activation_function": next(hf for hf, own in ACTIVATIONS.items() if own == config.gelu),
-        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout),
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
     }
-
-
-def gguf(config: GPTConfig) -> dict[str, Any]:
-    """Returns llama.cpp's metadata. A GGUF file does not name the activation: every GPT-2 gets the tanh approximation."""
-    if config.gelu != "tanh":
-        raise ValueError(
-            "the model has the exact GELU, but GGUF's GPT-2 has the tanh approximation: export it as ONNX (docs/hub.md)"
-        )
-    return {"feed_forward_length": 4 * config.n_embd, "layer_norm_eps": 1e-5}
 
 
 CONVERSION = Conversion(
@@ -61,5 +55,4 @@ CONVERSION = Conversion(
     },
     read=read,
     write=write,
-    gguf=gguf,
 )

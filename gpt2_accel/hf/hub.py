@@ -17,16 +17,30 @@ from pathlib import Path
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.runtime.files import first_line, write_file
 
-# The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do not need it.
+# The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do
+# not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
 PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are downloaded and uploaded.
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors", "model*.index.json"),
-    *("adapter_config.json", "adapter_model.safetensors"),
-    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("special_tokens_map.json", "added_tokens.json", "README.md", "LICENSE", "LICENSE.*", PICTURE),
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model*.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.*",
+    PICTURE,
 )
 # Checksums of a run's final model. They belong to the folder and are not uploaded: a repository's
 # files are changed by its owner.
@@ -41,10 +55,11 @@ PAUSES = (1.0, 2.0, 4.0)
 
 
 def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached; returns the local folder.
+    """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached; returns
+    the local folder.
 
-    Only files whose paths match one of `patterns` are downloaded. Raises `FileNotFoundError` if the repository does not
-    exist or cannot be reached.
+    Only files whose paths match one of `patterns` are downloaded. Raises `FileNotFoundError` if the
+    repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -64,8 +79,8 @@ def is_repo_id(name: str) -> bool:
 
 
 def check_push(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user, or the Hub client finds no access
-    token. It does not ask the Hub whether the token is valid."""
+    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user, or the Hub
+    client finds no access token. It does not ask the Hub whether the token is valid."""
     from huggingface_hub import get_token
 
     if "@" in repo_id or not is_repo_id(repo_id):
@@ -86,8 +101,8 @@ def push_model(directory: Path, repo_id: str, *, private: bool = True) -> str:
 def stage(source: Path, target: Path, repo_id: str) -> None:
     """Prepares an upload to `repo_id`: puts the model files of `source` into the folder `target`.
 
-    They are hard links where possible, so `source` may be removed during the upload. The model card gets the name
-    `repo_id` and the plot of the loss.
+    They are hard links where possible, so `source` may be removed during the upload. The model card
+    gets the name `repo_id` and the plot of the loss.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in MODEL_FILES:
@@ -110,10 +125,11 @@ def link(source: str | Path, target: str | Path) -> None:
 
 
 def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "model") -> str:
-    """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the repository if needed.
+    """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the
+    repository if needed.
 
-    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only changed files. Tries
-    again after an error. Raises `OSError` if the last attempt fails.
+    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only
+    changed files. Tries again after an error. Raises `OSError` if the last attempt fails.
     """
     from huggingface_hub import HfApi
 

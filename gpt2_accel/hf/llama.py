@@ -14,7 +14,8 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     rotary = values["rope_parameters"]
     if rotary["rope_type"] != "default":
         raise DifferentModel(f"its rotary positions are scaled ({rotary['rope_type']})")
-    if unknown := rotary.keys() - {"rope_type", "type", "rope_theta"}:
+    unknown = rotary.keys() - {"rope_type", "type", "rope_theta"}
+    if unknown:
         raise DifferentModel(f"its rotary positions have {min(unknown)}")
     return {"rope_theta": float(rotary["rope_theta"])}
 
@@ -22,19 +23,6 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
 def write(config: LlamaConfig) -> dict[str, Any]:
     """Returns the base of the rotary frequencies as HF has it."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
-
-
-def gguf(config: LlamaConfig) -> dict[str, Any]:
-    """Returns llama.cpp's metadata."""
-    return {
-        "feed_forward_length": config.n_inner,
-        "head_count_kv": config.n_kv_head,
-        "key_length": config.head_dim,
-        "value_length": config.head_dim,
-        "rope_dimension_count": config.head_dim,
-        "rope_freq_base": config.rope_theta,
-        "layer_norm_rms_eps": config.norm_eps,
-    }
 
 
 CONVERSION = Conversion(
@@ -64,7 +52,4 @@ CONVERSION = Conversion(
     },
     read=read,
     write=write,
-    gguf=gguf,
-    # llama.cpp turns channels 2i and 2i + 1 of a head together, HF channels i and i + D/2.
-    gguf_interleaved=("q_proj.weight", "k_proj.weight"),
 )

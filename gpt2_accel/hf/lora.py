@@ -37,7 +37,8 @@ def peft_library() -> ModuleType:
 def base_of(directory: Path) -> str:
     """Returns the base model of an adapter: a directory, or `USER/NAME@REVISION`."""
     values = parse_json((directory / ADAPTER).read_text(encoding="utf-8"))
-    name, revision = values["base_model_name_or_path"], values.get("revision")
+    name = values["base_model_name_or_path"]
+    revision = values.get("revision")
     return f"{name}@{revision}" if revision else name
 
 
@@ -86,7 +87,8 @@ def describe_lora(model: AnyModel) -> str:
 
 
 def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
-    """Converts a model to the `dtype` of the settings, with LoRA only the parameters that are not trained."""
+    """Converts a model to the `dtype` of the settings, with LoRA only the parameters that are not
+    trained."""
     dtype = getattr(torch, settings.dtype)
     for parameter in model.parameters():
         if not (settings.lora and parameter.requires_grad):

@@ -1,4 +1,5 @@
-"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of reports and studies."""
+"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of reports and
+studies."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,9 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black and white.
+# Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black
+# and white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
-INK, FAINT = "#202124", "#d5d7db"
+INK = "#202124"
+FAINT = "#d5d7db"
 WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
 LOSSES = "nats per token: training faint, validation bold"
 LOSS_STYLES = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
@@ -36,42 +39,46 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     lines = read_json_lines(Path(run_dir) / "metrics.jsonl")
     if find_spec("matplotlib") is None or not lines:
         return
-    curves = [
-        (*values(lines, name, "tokens"), dict(style, color=COLOURS[0]))
-        for name, style in LOSS_STYLES.items()
-    ]
+    curves = []
+    for name, style in LOSS_STYLES.items():
+        x, y = values(lines, name, "tokens")
+        curves.append((x, y, dict(style, color=COLOURS[0])))
     save_png(chart(LOSSES, "tokens", curves), path)
 
 
 def values(
     lines: Iterable[Mapping], name: str, key: str, unit: float = 1
 ) -> tuple[list[float], list[float]]:
-    """Returns (x, y): a metric's finite values in the lines of `metrics.jsonl`, over the newest `key` times `unit`."""
-    xs, ys, amount = [], [], None
+    """Returns (x, y): a metric's finite values in the lines of `metrics.jsonl`, over the newest
+    `key` times `unit`."""
+    xs = []
+    ys = []
+    amount = None
     for line in lines:
-        amount, y = line.get(key, amount), line.get(name)
+        amount = line.get(key, amount)
+        y = line.get(name)
         if amount is not None and isinstance(y, int | float) and math.isfinite(y):
             xs.append(amount * unit)
             ys.append(y)
     return xs, ys
 
 
-def chart(title: str, xlabel: str, curves: Iterable[Curve], *, from_zero: bool = False) -> "Figure":
-    """Draws curves, with a marker at each of few points. The vertical axis leaves out what is higher in the first
-    twentieth of a curve than in the rest of it."""
+def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
+    """Draws curves, with a marker at each of few points. The vertical axis leaves out what is
+    higher in the first twentieth of a curve than in the rest of it."""
     figure, ax = new_figure(title, WIDTH, 2.2)
-    bottom, top = [0.0] if from_zero else [], []
+    bottom = []
+    top = []
     for x, y, style in curves:
         marker = "o" if len(x) <= 60 else None
-        ax.plot(x, y, **{"marker": marker, "markersize": 3, **style})
+        ax.plot(x, y, **({"marker": marker, "markersize": 3} | style))
         bottom += y
         top += y[len(y) // 20 :]
     if top:
-        low, high = min(bottom), max(top)
+        low = min(bottom)
+        high = max(top)
         margin = 0.05 * (high - low) or 1
         ax.set_ylim(low - margin, high + margin)
-    if from_zero:
-        ax.set_ylim(bottom=0)
     ax.set_xlim(left=0)
     ax.set_xlabel(xlabel)
     ax.locator_params("x", nbins=4)

@@ -51,8 +51,8 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 `/v1/chat/completions`, with the chat template of this directory
 {%- else -%}
 `/v1/completions`; there is no chat template
-{%- endif %}. For llama.cpp and Ollama
-`gpt2-accel export` writes a GGUF file.
+{%- endif %}. For Ollama and
+llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {% endif %}
 {%- if training %}
 ## Training
@@ -81,8 +81,9 @@ print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 class Training:
     """The training section of a model card.
 
-    `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training, total `flops`;
-    `hardware` and precision in words; `results`, metric -> value, such as `val/loss`.
+    `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
+    total `flops`; `hardware` and precision in words; `results`, metric -> value, such as
+    `val/loss`.
     """
 
     settings: Mapping[str, object]
@@ -104,12 +105,13 @@ def model_card(
     custom: str = "",
     adapter: str = "",
 ) -> str:
-    """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code example.
+    """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code
+    example.
 
-    `name` is the repository id, or the folder's name; `description` is the model in words, `model_type` that of its
-    config. With `chat` its tokenizer has a chat template. `custom` is why `transformers` cannot
-    open it, `adapter` the code that opens an adapter. Absolute paths in the training data and the
-    settings are shortened to their last part.
+    `name` is the repository id, or the folder's name; `description` is the model in words,
+    `model_type` that of its config. With `chat` its tokenizer has a chat template. `custom` is why
+    `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute paths in the
+    training data and the settings are shortened to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -140,7 +142,8 @@ def model_card(
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """Replaces the folder's name in the title and the code of this package's card by the repository's."""
+    """Replaces the folder's name in the title and the code of this package's card by the
+    repository's."""
     code = re.search('^name = "(.*)"$', text, re.MULTILINE)
     title = f"\n# {code[1].rpartition('/')[2]}\n" if code else ""
     if not code or title not in text:  # not a card of this package

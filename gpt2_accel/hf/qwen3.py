@@ -25,5 +25,4 @@ CONVERSION = replace(
         "use_sliding_window": (False,),
     },
     read=read,
-    gguf_interleaved=(),  # llama.cpp turns the channels of a Qwen3 as HF does
 )

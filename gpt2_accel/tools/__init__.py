@@ -1,1 +1,1 @@
-"""What is beside training: studies, reports, pages, GGUF export, importers."""
+"""What is beside training: studies, reports, pages, importers."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gpt2_accel.hf.convert import from_hf
 from gpt2_accel.hf.gpt2 import MATRICES
+from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
@@ -20,18 +20,21 @@ class PickledConfig:
 def read_checkpoint(path: str | Path) -> GPT:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
-    Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The models of nanoGPT's
-    first weeks used GPT-2's approximation, which their files do not record.
+    Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The
+    models of nanoGPT's first weeks used GPT-2's approximation, which their files do not record.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it is no such checkpoint, is damaged, or holds
-    anything but tensors and plain values.
+    Raises `FileNotFoundError` if there is no such file, `ValueError` if it is no such checkpoint,
+    is damaged, or holds anything but tensors and plain values.
     """
     path = Path(path)
     checkpoint = load_pickle(path)
     try:
-        tensors, values, gelu = checkpoint["model"], checkpoint.get("model_args"), "none"
+        tensors = checkpoint["model"]
+        values = checkpoint.get("model_args")
+        gelu = "none"
         if values is None:
-            values, gelu = vars(checkpoint["config"]), "tanh"
+            values = vars(checkpoint["config"])
+            gelu = "tanh"
         rows = values["vocab_size"]
         config = GPTConfig(
             vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
@@ -55,9 +58,11 @@ def read_checkpoint(path: str | Path) -> GPT:
 
 
 def load_pickle(path: Path) -> Any:
-    """Loads what `torch.save` wrote, on CPU, restricted to tensors and plain values, so that no code runs.
+    """Loads what `torch.save` wrote, on CPU, restricted to tensors and plain values, so that no
+    code runs.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it holds anything else or is damaged.
+    Raises `FileNotFoundError` if there is no such file, `ValueError` if it holds anything else or
+    is damaged.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give a .pt checkpoint")

@@ -4,7 +4,7 @@ import html
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -20,7 +20,8 @@ CSS = """
 .text [data-testid=status-tracker] { display: none }
 .message .md { white-space: pre-wrap }
 """
-# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard with https and on localhost.
+# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard with https and on
+# localhost.
 JS = """() => {
   const clipboard = navigator.clipboard;
   if (!clipboard) return;
@@ -41,13 +42,24 @@ def settings(length: int) -> list[gr.Slider]:
     ]
 
 
+def options(examples: Sequence[str]) -> dict[str, Any]:
+    """Returns the options that both pages give to Gradio."""
+    return {
+        "additional_inputs_accordion": gr.Accordion("Settings", open=False),
+        "examples": [[text] for text in examples] or None,
+        "analytics_enabled": False,
+        "api_visibility": "private",
+    }
+
+
 def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -> Sampling:
     """Returns the values of `settings` with a random seed, so that another try gives another text."""
     return Sampling(int(length), temperature, int(top_k), top_p, seed=random.randrange(2**31))
 
 
 def conversation(history: Sequence[dict], message: str, system: str | None) -> list[dict[str, str]]:
-    """Returns the messages that the model reads: the answered ones of a chatbot's `history`, and `message`."""
+    """Returns the messages that the model reads: the answered ones of a chatbot's `history`, and
+    `message`."""
     messages = [{"role": "system", "content": system}] if system and system.strip() else []
     for asked, answer in pairwise(history):
         if (asked["role"], answer["role"]) == ("user", "assistant") and text_of(answer):
@@ -62,7 +74,8 @@ def text_of(message: dict) -> str:
 
 
 def escaped(text: str) -> dict:
-    """Returns an answer for a chatbot without Markdown, which shows HTML. Gradio would remove the indentation of a string."""
+    """Returns an answer for a chatbot without Markdown, which shows HTML. Gradio would remove the
+    indentation of a string."""
     return {"content": [{"type": "text", "text": html.escape(text, quote=False)}]}
 
 
@@ -72,7 +85,8 @@ def chat_page(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[str],
 ) -> gr.Blocks:
-    """Returns a page for conversations with a model, whose name it shows. The browser keeps the conversations."""
+    """Returns a page for conversations with a model, whose name it shows. The browser keeps the
+    conversations."""
 
     def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
         messages = conversation(history, message, system)
@@ -90,12 +104,9 @@ def chat_page(
         write,
         chatbot=gr.Chatbot(label=name, height="70dvh", render_markdown=False, latex_delimiters=[]),
         additional_inputs=[gr.Textbox(label="System prompt", lines=2), *settings(length=200)],
-        additional_inputs_accordion=gr.Accordion("Settings", open=False),
-        examples=[[text] for text in examples] or None,
         title="Chat",
         save_history=True,
-        analytics_enabled=False,
-        api_visibility="private",
+        **options(examples),
     )
 
 
@@ -119,11 +130,8 @@ def text_page(
         gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True),
         gr.Textbox(label=name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"),
         additional_inputs=settings(length=100),
-        additional_inputs_accordion=gr.Accordion("Settings", open=False),
-        examples=[[text] for text in examples] or None,
         title="Continue a text",
         submit_btn="Write",
         flagging_mode="never",
-        analytics_enabled=False,
-        api_visibility="private",
+        **options(examples),
     )

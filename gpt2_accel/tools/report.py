@@ -32,7 +32,8 @@ from gpt2_accel.tokenizer import GPT2_FINGERPRINT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The horizontal axes: a label, a key of `metrics.jsonl`, and its unit, None for a run's FLOPs per token.
+# The horizontal axes: a label, a key of `metrics.jsonl`, and its unit, None for a run's FLOPs per
+# token.
 AXES = {
     "tokens": ("tokens", "tokens", 1),
     "hours": ("hours of training", "train/seconds", 1 / 3600),
@@ -43,8 +44,8 @@ METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 
-# Results of OpenAI's models with GPT-2's tokens: on OpenWebText, in nanoGPT's README.md, and on HellaSwag's validation set, in
-# build-nanogpt's hellaswag.py and play.ipynb.
+# Results of OpenAI's models with GPT-2's tokens: on OpenWebText, in nanoGPT's README.md, and on
+# HellaSwag's validation set, in build-nanogpt's hellaswag.py and play.ipynb.
 PUBLISHED = {
     "val/loss": {"GPT-2 124M": 3.12, "350M": 2.84, "774M": 2.67, "1558M": 2.54},
     "hellaswag/acc_norm_per_token": {"GPT-2 124M": 0.2955, "GPT-3 124M": 0.337},
@@ -55,10 +56,12 @@ PUBLISHED_STYLE = {"color": INK, "linestyle": ":", "linewidth": 0.8, "marker": "
 class Run:
     """A run's folder as it is so far; what is missing is empty.
 
-    `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`, without damaged ones; `metadata` is `run.json`;
-    `status` is `status.json`; `evaluated` has the results in `evaluation.json`, the run's own and those of its checkpoints.
+    `lines` and `samples` are those of `metrics.jsonl` and `samples.jsonl`, without damaged ones;
+    `metadata` is `run.json`; `status` is `status.json`; `evaluated` has the results in
+    `evaluation.json`, the run's own and those of its checkpoints.
 
-    Raises `FileNotFoundError` if there is no such folder, `ValueError` if it holds nothing of a run, or a damaged file.
+    Raises `FileNotFoundError` if there is no such folder, `ValueError` if it holds nothing of a
+    run, or a damaged file.
     """
 
     def __init__(self, folder: str | Path):
@@ -78,19 +81,28 @@ class Run:
         if not (known or self.lines or checkpoints):
             raise ValueError(f"{folder} holds nothing of a run: give the --output_dir of one")
         self.evaluated = []
-        for place in (*checkpoints, folder):
+        for place in chain(checkpoints, [folder]):
             entries = read_record(place / "evaluation.json").values()
             self.evaluated += [entry["results"] for entry in entries]
 
+    def newest(self) -> dict[str, object]:
+        """Returns the newest value of each metric, those of evaluations included."""
+        found = {}
+        for line in chain(self.lines, self.evaluated):
+            found |= line
+        return found
+
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
-        """Returns (x, y) of a metric's finite values over an axis of `AXES`; empty where one is unknown."""
+        """Returns (x, y) of a metric's finite values over an axis of `AXES`; empty where one is
+        unknown."""
         _, key, unit = AXES[axis]
         unit = unit or self.metadata.get("flops_per_token")
         return values(self.lines, name, key, unit) if unit else ([], [])
 
 
 def write_report(runs: list[Run], folder: str | Path) -> Path:
-    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML file.
+    """Writes `report.html` and the PNGs of its pictures to `folder`; returns the path of the HTML
+    file.
 
     Raises `ValueError` if matplotlib is missing."""
     require_matplotlib()
@@ -110,9 +122,7 @@ def report_of(runs: list[Run]) -> tuple[str, dict[str, "Figure"]]:
     metrics = comparable(runs)
     columns = []
     for run in runs:
-        newest = {}
-        for line in (*run.lines, *run.evaluated):
-            newest |= line
+        newest = run.newest()
         columns.append(facts(run) | {name: number(newest, name) for name in metrics})
     settings = rows_of([run.settings for run in runs])
     if len(runs) > 1:
@@ -131,18 +141,24 @@ def report_of(runs: list[Run]) -> tuple[str, dict[str, "Figure"]]:
 
 
 def facts(run: Run) -> dict[str, object]:
-    """Returns a run's metadata and progress by title; the state is such as `stopped at update 120: SIGTERM`."""
-    known, status = run.metadata, run.status
-    reason = f": {status['reason']}" if status.get("reason") else ""
+    """Returns a run's metadata and progress by title; the state is such as `stopped at update 120:
+    SIGTERM`."""
+    state = ""
+    if run.status:
+        state = f"{run.status['state']} at update {run.status['step']:,}"
+        if run.status.get("reason"):
+            state += f": {run.status['reason']}"
     tokens, hours, flops = (max(run.curve("step", axis)[0], default=0) for axis in AXES)
-    return {
-        "state": f"{status['state']} at update {status['step']:,}{reason}" if status else "",
+    found = {
+        "state": state,
         "tokens": f"{tokens:,}",
         "training": duration(hours * 3600),
         "FLOPs": f"{flops:.3g}",
-        **{name: known.get(name) or "" for name in METADATA},
-        "changes": "; ".join(known.get("changes", [])),
     }
+    for name in METADATA:
+        found[name] = run.metadata.get(name) or ""
+    found["changes"] = "; ".join(run.metadata.get("changes", []))
+    return found
 
 
 def same_tokens(runs: list[Run]) -> bool:
@@ -152,7 +168,8 @@ def same_tokens(runs: list[Run]) -> bool:
 
 
 def published(runs: list[Run], name: str) -> dict[str, float]:
-    """Returns OpenAI's results of a metric, by model; empty unless all runs have the same tokens and data."""
+    """Returns OpenAI's results of a metric, by model; empty unless all runs have the same tokens
+    and data."""
     for run in runs:
         data = "openwebtext" in run.metadata.get("data", "").lower()
         if name != "val/loss":
@@ -163,45 +180,66 @@ def published(runs: list[Run], name: str) -> dict[str, float]:
 
 
 def comparable(runs: list[Run]) -> list[str]:
-    """Returns the names of the runs' metrics other than those of training and standard errors, and without per-token metrics
-    if the tokenizers differ."""
-    left_out = ("_stderr",) if same_tokens(runs) else ("_stderr", *PER_TOKEN)
-    lines = chain.from_iterable((*run.lines, *run.evaluated) for run in runs)
-    names = dict.fromkeys(chain.from_iterable(lines))
-    return [
-        n for n in names if "/" in n and not n.startswith("train/") and not n.endswith(left_out)
-    ]
+    """Returns the names of the runs' metrics other than those of training and standard errors, and
+    without per-token metrics if the tokenizers differ."""
+    left_out = ["_stderr"]
+    if not same_tokens(runs):
+        left_out += PER_TOKEN
+    newest: dict[str, object] = {}
+    for run in runs:
+        newest |= run.newest()
+    names = [name for name in newest if "/" in name and not name.startswith("train/")]
+    return [name for name in names if not name.endswith(tuple(left_out))]
 
 
 def draw(runs: list[Run], metrics: Iterable[str]) -> dict[str, "Figure"]:
-    """Draws the loss over each of `AXES`, then `metrics` and those of `TRAINING` over tokens; returns the figures by file name.
-    Leaves out what has fewer than two values. If the tokenizers differ, the loss is in bits per byte."""
-    styles, title = LOSS_STYLES, LOSSES
-    if not same_tokens(runs):
-        styles, title = {"val/bits_per_byte": {"linewidth": 2}}, "validation loss in bits per byte"
+    """Draws the loss over each of `AXES`, then `metrics` and those of `TRAINING` over tokens;
+    returns the figures by file name. Leaves out what has fewer than two values. If the tokenizers
+    differ, the loss is in bits per byte."""
+    if same_tokens(runs):
+        title = LOSSES
+        styles = LOSS_STYLES
+    else:
+        title = "validation loss in bits per byte"
+        styles = {"val/bits_per_byte": {"linewidth": 2}}
     plots = {}
     for axis in AXES:
-        plots["loss" if axis == "tokens" else f"loss-over-{axis}"] = title, styles, axis
-    for name in (*metrics, *(f"train/{name}" for name in TRAINING)):
-        plots[name.replace("/", "-")] = name, {name: {"linewidth": 1.3}}, "tokens"
+        plots["loss" if axis == "tokens" else f"loss-over-{axis}"] = (title, styles, axis)
+    training = [f"train/{name}" for name in TRAINING]
+    for name in list(metrics) + training:
+        plots[name.replace("/", "-")] = (name, {name: {"linewidth": 1.3}}, "tokens")
     figures = {}
     for file, (title, styles, axis) in plots.items():
-        curves = []
-        for run, colour in zip(runs, cycle(COLOURS), strict=False):
-            for name, style in styles.items():
-                curves.append((*run.curve(name, axis), dict(style, color=colour)))
-            curves.append(([], [], {"label": run.name, "color": colour}))
-        if max(len(x) for x, _, _ in curves) > 1:
-            end = max(x[-1] for x, _, _ in curves if x)
-            known = {model: y for name in styles for model, y in published(runs, name).items()}
-            for model, y in known.items():
-                label = f"{model}: {y}"
-                curves.append(([0, end], [y, y], PUBLISHED_STYLE | {"label": label}))
-            figures[file] = chart(title, AXES[axis][0], curves)
-            if file.startswith("loss") or known:
-                figures[file].set_figheight(3.2)
-                add_legend(figures[file].axes[0])
+        figure = draw_one(runs, title, styles, axis, legend=file.startswith("loss"))
+        if figure is not None:
+            figures[file] = figure
     return figures
+
+
+def draw_one(
+    runs: list[Run], title: str, styles: dict[str, dict], axis: str, legend: bool
+) -> "Figure | None":
+    """Draws metrics, by their styles, of all runs over one of `AXES`, and OpenAI's results; returns
+    None for fewer than two values. OpenAI's results have a legend, too."""
+    curves = []
+    known = {}
+    for name, style in styles.items():
+        known |= published(runs, name)
+        for run, colour in zip(runs, cycle(COLOURS), strict=False):
+            x, y = run.curve(name, axis)
+            curves.append((x, y, dict(style, color=colour)))
+    if max(len(x) for x, _, _ in curves) < 2:
+        return None
+    end = max(x[-1] for x, _, _ in curves if x)
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        curves.append(([], [], {"label": run.name, "color": colour}))
+    for model, y in known.items():
+        curves.append(([0, end], [y, y], PUBLISHED_STYLE | {"label": f"{model}: {y}"}))
+    figure = chart(title, AXES[axis][0], curves)
+    if legend or known:
+        figure.set_figheight(3.2)
+        add_legend(figure.axes[0])
+    return figure
 
 
 def themed_svg(figure: "Figure") -> str:

@@ -185,7 +185,6 @@ def test_printed_commands_are_quoted(monkeypatch, tmp_path):
     for recipe, flags, option in (
         ("quickstart", data, "--data_dir"),
         ("chat_sft", data, "--data_dir"),
-        ("export", (*model, "--output", "a.onnx"), "--model"),
     ):
         with refused(re.escape(f"{option} '{quoted}'")):
             run_recipe(recipe, *flags)

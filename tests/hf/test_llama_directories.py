@@ -14,7 +14,8 @@ from transformers import (
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.hf.convert import hf_config, read_config, to_hf
+from gpt2_accel.hf.convert import hf_config, read_config
+from gpt2_accel.hf.tensors import to_hf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config

@@ -1,6 +1,6 @@
 """The servers of docs/hub.md answer its request with the model's own greedy tokens.
 
-`make test-serve` compiles llama.cpp and names its Python in LLAMA_PYTHON.
+`make test-serve` compiles llama.cpp beside its source, and names its Python in LLAMA_PYTHON.
 """
 
 import json
@@ -15,21 +15,27 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-from conftest import WORDS, run, tiny_config
+import torch
+from conftest import WORDS, randomized, run, tiny_config
 from launching import ROOT, Started, free_port, wait_for
-from test_export import NASTY, own_bpe, random_llama, random_model
 from test_llama_directories import smollm2_tokenizer
+from transformers import AutoModelForCausalLM
 
+from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import encode, train_bpe
-from gpt2_accel.tools.gguf import write_gguf
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
 COMMAND = Path(sys.executable).with_name("transformers")
 PROMPT = "the cat sat"
+NASTY = (
+    "I'll he'LL don't\n\n\t x=1234567;  日本語 ☃️🦙👩‍👧 café naïve \u00a0\u3000\u200b ½²٣ …—"
+    "  the cat   \r\n  #include <a.h> \x00\x7f <|endoftext|>  <|end "
+)
+needs_llama_cpp = pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,18 @@ def trained_as(architecture, trained, path):
     changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": architecture}
     run(tiny_config(data, path, **changes, n_embd=32, n_head=4))
     return path
+
+
+def own_bpe():
+    return train_bpe(["the cat sat on the mat, he'll say don't to 1234 rats"] * 2, 280)
+
+
+def random_model(shape, vocab_size, option=True):
+    """A model whose weights have the size of trained ones; `option` as in the test of its logits."""
+    if shape is GPTConfig:
+        return randomized(GPT(GPTConfig(vocab_size, 48, 2, 2, 64, bias=option)))
+    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
+    return randomized(shape(vocab_size, 48, **sizes, tied=option).build())
 
 
 def request():
@@ -108,6 +126,44 @@ def test_transformers_serve_streams_a_completion(trained, tmp_path):
         server.wait()
 
 
+def convert(directory, path, splitting="gpt-2"):
+    """Runs the program of docs/hub.md that writes a GGUF file."""
+    page = (ROOT / "docs/hub.md").read_text()
+    [program] = re.findall(r"^```python\n(import sys\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for given, own in {
+        '"runs/quickstart"': repr(str(directory)),
+        '"quickstart.gguf"': repr(str(path)),
+        '"gpt-2"': repr(splitting),
+    }.items():
+        assert program.count(given) == 1
+        program = program.replace(given, own)
+    folder = Path(LLAMA).parents[1]  # which holds `llama.cpp`
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("shape", [GPTConfig, LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("option", [True, False])
+def test_transformers_reads_the_same_logits_from_the_converted_file(option, shape, tmp_path):
+    """`option` is a GPT-2's biases, and another model's tied head."""
+    tokenizer = own_bpe()
+    model = random_model(shape, len(tokenizer), option)
+    save_pretrained(model, tmp_path, tokenizer)
+    convert(tmp_path, tmp_path / "model.gguf")
+    # transformers reads neither a GPT-2's positions nor the channels of a Qwen3's head.
+    sizes = {"n_positions": 48} if shape is GPTConfig else {"head_dim": 16}
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, **sizes
+    )
+    ids = torch.randint(0, len(tokenizer), (2, 40))
+    with torch.no_grad():
+        expected, found = model(ids), read.eval()(ids).logits
+    assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
 # Reads {file, text, new_tokens} from stdin; prints the ids of the text, and the greedy continuation of the ids.
 TOKENS = """
 import json, sys
@@ -131,18 +187,20 @@ def tokens_of_llama_cpp(path, text):
     return json.loads(done.stdout)
 
 
-@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
+@needs_llama_cpp
 @pytest.mark.parametrize("kind", ["own", "qwen3", "llama", "gpt2"])
 def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
     if kind in ("qwen3", "llama"):
         trained = trained_as(kind, trained, tmp_path / "run")
-    model, tokenizer = load(trained)
     if kind == "gpt2":
         tokenizer = request.getfixturevalue("gpt2")
-        model = random_model(len(tokenizer))
-    write_gguf(model, tokenizer, tmp_path / "model.gguf")
+        trained = tmp_path / "gpt2"
+        save_pretrained(random_model(GPTConfig, len(tokenizer)), trained, tokenizer)
+    path = tmp_path / "model.gguf"
+    convert(trained, path, "smollm" if kind == "llama" else "gpt-2")
+    model, tokenizer = load(trained)
     text = NASTY + " a  1 b   22\n\n 3\t\t4 \u00bd\u00b2  \u0663x9y 10,000.5 "
-    found = tokens_of_llama_cpp(tmp_path / "model.gguf", text)
+    found = tokens_of_llama_cpp(path, text)
     assert found["nasty"] == encode(tokenizer, [text])[0]
     assert found["special"] == tokenizer(text)["input_ids"]
     if kind in ("own", "qwen3", "llama"):
@@ -150,23 +208,9 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
         assert found["new"] == sample.ids
 
 
-@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
-@pytest.mark.parametrize("shape", [LlamaConfig, Qwen3Config])
-def test_llama_cpp_turns_positions_alike(shape, tmp_path):
-    """With random weights every token depends on the positions, in the short text above hardly any."""
-    tokenizer = own_bpe()
-    model = random_llama(shape, len(tokenizer))
-    write_gguf(model, tokenizer, tmp_path / "model.gguf")
-    found = tokens_of_llama_cpp(tmp_path / "model.gguf", PROMPT)
-    sampling = Sampling(max_new_tokens=30, temperature=0)
-    [sample] = complete(model, tokenizer, [PROMPT], sampling)
-    assert found["new"] == sample.ids
-
-
-@pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
+@needs_llama_cpp
 def test_llama_cpps_server_streams_a_completion(trained, tmp_path):
-    model, tokenizer = load(trained)
-    write_gguf(model, tokenizer, tmp_path / "quickstart.gguf")
+    convert(trained, tmp_path / "quickstart.gguf")
     port, log = free_port(), tmp_path / "log"
     flags = ("--model", tmp_path / "quickstart.gguf", "--n_ctx", "64", "--port", port)
     with log.open("w") as output:

@@ -8,7 +8,8 @@ from conftest import randomized, refused
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPTConfig
-from gpt2_accel.hf.convert import hf_config, to_hf
+from gpt2_accel.hf.convert import hf_config
+from gpt2_accel.hf.tensors import to_hf
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.parts import document_positions

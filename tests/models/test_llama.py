@@ -7,7 +7,8 @@ import torch
 from conftest import refused
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel.hf.convert import from_hf, hf_config
+from gpt2_accel.hf.convert import hf_config
+from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models import check_loaded
 from gpt2_accel.models.gpt2 import GPTConfig

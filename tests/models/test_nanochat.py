@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.hf.convert import from_hf, hf_config, read_config
+from gpt2_accel.hf.convert import hf_config, read_config
+from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models import llama, nanochat
 from gpt2_accel.models.nanochat import NanochatConfig

@@ -15,8 +15,6 @@ from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import configured_shape, read_config
 from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
-from gpt2_accel.tokenizer import byte_tokenizer
-from gpt2_accel.tools.gguf import write_gguf
 
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
@@ -119,15 +117,6 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     config.write_text("{")
     with refused(f"{config}: Expecting property name"):
         from_pretrained(start)
-
-
-def test_gguf_of_a_class_is_refused(tmp_path):
-    """A Llama with biases is not the Llama that the export knows."""
-    for kind, changes in (("gemma3_text", {}), ("llama", {"attention_bias": True})):
-        model = AnyConfig(family_model(kind, **changes).config.to_dict()).build()
-        with refused("use convert_hf_to_gguf.py of llama.cpp"):
-            write_gguf(model, byte_tokenizer(), tmp_path / "a.gguf")
-        assert not (tmp_path / "a.gguf").exists()
 
 
 def test_a_router_loss_of_a_model_without_experts_is_refused(tiny, tmp_path):
