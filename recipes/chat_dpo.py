@@ -3,25 +3,26 @@
     python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir data/pairs
 
-Data: a file of pairs, with `prompt`, `chosen` and `rejected`, texts or lists of messages, or a folder that `prepare_data.py
-chat --pairs` wrote. Only the last answer counts. A sequence is a pair, and an update has `--batch_size` of them.
-The reference is the model that the run starts from; its log-probabilities are computed once and stored beside the pairs.
-Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737), docs/chat.md has them.
-Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
+Data: a file of pairs, with `prompt`, `chosen` and `rejected`, texts or lists of messages, or a
+folder that `prepare_data.py chat --pairs` wrote. Only the last answer counts. A sequence is a pair,
+and an update has `--batch_size` of them. The reference is the model that the run starts from; its
+log-probabilities are computed once and stored beside the pairs. Settings: SmolLM2-135M-Instruct's
+(Allal et al., 2025, arXiv:2502.02737), docs/chat.md has them. Expected: `train/loss` begins at ln 2
+= 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from chat_sft import ChatSFT, find_model, fit_to_data, prepare_file
+from chat_sft import ChatSFT, closing_line, find_model, fit_to_data, prepare_file
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.shards import check_pairs, read_manifest
 
 EPOCHS = 2
-BATCH, MICRO_BATCH = 32, 4  # pairs
+BATCH = 32  # pairs
+MICRO_BATCH = 4
 
 
 @dataclass
@@ -49,10 +50,11 @@ class ChatDPO(ChatSFT):
 
 
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
-    """Sets what follows from the pairs and the number of processes, where it is not given; returns a line that says what
-    was chosen. Raises `ValueError` if the batch is given twice."""
+    """Sets what follows from the pairs and the number of processes, where it is not given; returns
+    a line that says what was chosen. Raises `ValueError` if the batch is given twice."""
     manifest = read_manifest(config.data_dir)
-    length, pairs = manifest["sequence_length"], manifest["splits"]["train"]["documents"]
+    length = manifest["sequence_length"]
+    pairs = manifest["splits"]["train"]["documents"]
     if config.sequence_length not in (None, length):
         raise ValueError(
             f"a pair of {config.data_dir} has {length} tokens: leave out --sequence_length; --max_length limits the tokens of "
@@ -98,9 +100,7 @@ def main() -> None:
     objective = Preferences(start, beta=config.beta, loss_type=config.loss_type)
     processes().print(fit_to_pairs(config, processes().num_processes))
     if train(config, objective=objective, callbacks=[objective]):
-        best = Path(config.output_dir, "best").exists()
-        note = f", the one of the lowest validation loss in {config.output_dir}/best" * best
-        processes().print(f"\nThe model is in {config.output_dir}{note}.")
+        processes().print(closing_line(config))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python recipes/chat_sft.py --model runs/chat_base --data my_chats.jsonl
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_sft.py --data_dir data/chat
 
-Data: a file of conversations, which are packed into windows in the run's folder, or, for more data, a folder that
-`prepare_data.py chat` wrote. Only what the assistant writes counts in the loss, and the token that ends its turn.
-Attention stays inside a conversation.
-Batch, updates, learning rate and intervals follow from the data and the model, see `fit_to_data`, and are printed; what
-you give wins. docs/chat.md names the grids behind them.
-Expected: answers that end by themselves. A model of 124M answers in whole sentences, and knows little.
+Data: a file of conversations, which are packed into windows in the run's folder, or, for more data,
+a folder that `prepare_data.py chat` wrote. Only what the assistant writes counts in the loss, and
+the token that ends its turn. Attention stays inside a conversation. Batch, updates, learning rate
+and intervals follow from the data and the model, see `fit_to_data`, and are printed; what you give
+wins. docs/chat.md names the grids behind them. Expected: answers that end by themselves. A model of
+124M answers in whole sentences, and knows little.
 """
 
 import math
@@ -25,13 +25,19 @@ from gpt2_accel.runtime.files import digest
 from gpt2_accel.runtime.recipe_command import recipe_command
 
 FEW = 8  # conversations
-EPOCHS, MOST_EPOCHS, FEWEST_UPDATES, WARMUP_SHARE = 3, 20, 900, 0.1
+EPOCHS = 3
+MOST_EPOCHS = 20
+FEWEST_UPDATES = 900
+WARMUP_SHARE = 0.1
 UPDATES_PER_EPOCH = 300
 # The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
-# Times the rate of full fine-tuning (Schulman et al., 2025, LoRA Without Regret; measured in docs/chat.md).
+# Times the rate of full fine-tuning (Schulman et al., 2025, LoRA Without Regret; measured in
+# docs/chat.md).
 LORA_RATE = 10
-LONGEST_WINDOW, MICRO_BATCH, LARGEST_BATCH = 1024, 8192, 65536  # tokens
+LONGEST_WINDOW = 1024  # tokens
+MICRO_BATCH = 8192
+LARGEST_BATCH = 65536
 LONGEST_INTERVAL = 250  # updates between evaluations
 
 
@@ -72,11 +78,12 @@ class ChatSFT(TrainConfig):
 
 
 def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> None:
-    """Packs the conversations of `--data` into windows in a folder of the run, unless they are there; sets `data_dir`.
+    """Packs the conversations of `--data` into windows in a folder of the run, unless they are
+    there; sets `data_dir`.
 
-    `longest` are the tokens of the longest conversation, None for a default; with `pairs` the file holds pairs of answers.
-    The folder's name is a hash of all that it depends on. Raises `ValueError` if that has changed since the run began, and
-    the errors of `prepare_conversations`.
+    `longest` are the tokens of the longest conversation, None for a default; with `pairs` the file
+    holds pairs of answers. The folder's name is a hash of all that it depends on. Raises
+    `ValueError` if that has changed since the run began, and the errors of `prepare_conversations`.
     """
     from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
     from gpt2_accel.data.conversations import prepare_conversations, summary
@@ -85,7 +92,9 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
     from gpt2_accel.models.any_model import keeps_documents_apart
     from gpt2_accel.tokenizer import fingerprint
 
-    file, model, run_dir = Path(config.data), config.init_from, Path(config.output_dir)
+    file = Path(config.data)
+    model = config.init_from
+    run_dir = Path(config.output_dir)
     if "data_dir" in config.given:
         raise ValueError("--data and --data_dir both give conversations: leave one out")
     if not file.is_file():
@@ -94,7 +103,8 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
             f"{recipe_command('prepare_data')} chat{' --pairs' if pairs else ''}"
         )
     directory = local_directory(verified_directory(model, hint="use another model"))
-    tokenizer, shape = chat_tokenizer(directory), read_config(directory)
+    tokenizer = chat_tokenizer(directory)
+    shape = read_config(directory)
     if longest and longest > shape.n_positions:
         raise ValueError(
             f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give fewer"
@@ -124,11 +134,14 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
 
 
 def find_model(config: ChatSFT, pairs: bool = False) -> None:
-    """Sets the model to that of the prepared data, unless it is given. `pairs` says that it should hold pairs of answers.
+    """Sets the model to that of the prepared data, unless it is given. `pairs` says that it should
+    hold pairs of answers.
 
-    Raises `FileNotFoundError` if the data or its model is not there, `ValueError` if it holds no conversations.
+    Raises `FileNotFoundError` if the data or its model is not there, `ValueError` if it holds no
+    conversations.
     """
-    folder, command = Path(config.data_dir), recipe_command("prepare_data", "chat")
+    folder = Path(config.data_dir)
+    command = recipe_command("prepare_data", "chat")
     command += " --pairs" * pairs
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
@@ -150,9 +163,11 @@ def find_model(config: ChatSFT, pairs: bool = False) -> None:
 
 
 def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
-    """Sets what follows from the data, the model's width and the number of processes, where it is not given.
+    """Sets what follows from the data, the model's width and the number of processes, where it is
+    not given.
 
-    Returns a line that says what was chosen. It is the same for the same data, so a resumed run continues exactly.
+    Returns a line that says what was chosen. It is the same for the same data, so a resumed run
+    continues exactly.
     """
     from gpt2_accel.data.conversations import plural
 
@@ -175,7 +190,8 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     if config.max_steps is None:
         longer = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
         epochs = config.epochs or max(EPOCHS, longer)
-        config.max_steps, config.epochs = max(1, round(epochs * epoch)), None
+        config.max_steps = max(1, round(epochs * epoch))
+        config.epochs = None
     steps = config.max_steps
     default("warmup_steps", round(WARMUP_SHARE * steps))
     rate = RATE_TIMES_WIDTH / width * (LORA_RATE if config.lora else 1)
@@ -190,6 +206,14 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
         f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps * batch / windows:.3g} epochs of {plural(windows, 'window')}, "
         f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
     )
+
+
+def closing_line(config: ChatSFT) -> str:
+    """Returns where the models are after training."""
+    line = f"\nThe model is in {config.output_dir}"
+    if Path(config.output_dir, "best").exists():
+        line += f", the one of the lowest validation loss in {config.output_dir}/best"
+    return f"{line}."
 
 
 def main() -> None:
@@ -208,9 +232,7 @@ def main() -> None:
         width = read_config(local_directory(verified_directory(config.init_from))).n_embd
     processes().print(fit_to_data(config, width, processes().num_processes))
     if train(config):
-        best = Path(config.output_dir, "best").exists()
-        note = f", the one of the lowest validation loss in {config.output_dir}/best" * best
-        processes().print(f"\nThe model is in {config.output_dir}{note}.")
+        processes().print(closing_line(config))
 
 
 if __name__ == "__main__":

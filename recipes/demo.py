@@ -3,8 +3,9 @@
     pip install 'gradio>=6.0'
     python recipes/demo.py --model runs/quickstart
 
-The page is at http://127.0.0.1:7860; a second one, started beside it, at the next port. `--host 0.0.0.0` opens it to the network and `--share true` gives it a public address
-for a week. Visitors take turns.
+The page is at http://127.0.0.1:7860; a second one, started beside it, at the next port. `--host
+0.0.0.0` opens it to the network and `--share true` gives it a public address for a week. Visitors
+take turns.
 """
 
 import socket

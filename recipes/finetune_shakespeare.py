@@ -5,15 +5,14 @@
 
 `cpu_bf16.yaml` is faster on a CPU with AMX or AVX512-BF16, and far slower on other CPUs.
 
-`--input FILE` trains on another text; by default the text is downloaded. `--init_from` is any GPT-2 on the Hub, or a
-directory.
-Data: 90% of the text in the model's own tokens, 301,966 of GPT-2's.
-Batch: 1 sequence x 1,024 tokens x 32 micro-batches = 32,768 tokens per update. nanoGPT runs 20 updates with gpt2-xl.
-This recipe stops early, after three evaluations without a lower validation loss, or after 100 updates.
-Settings: nanoGPT's constant learning rate of 3e-5; dropout 0.1 against overfitting. The best model is in best/ of the
-run's folder.
-Expected: text in Shakespeare's style after 20 updates; nanoGPT's readme shows such samples, but no loss. Not tested
-with OpenAI's weights.
+`--input FILE` trains on another text; by default the text is downloaded. `--init_from` is any GPT-2
+on the Hub, or a directory. Data: 90% of the text in the model's own tokens, 301,966 of GPT-2's.
+Batch: 1 sequence x 1,024 tokens x 32 micro-batches = 32,768 tokens per update. nanoGPT runs 20
+updates with gpt2-xl. This recipe stops early, after three evaluations without a lower validation
+loss, or after 100 updates. Settings: nanoGPT's constant learning rate of 3e-5; dropout 0.1 against
+overfitting. The best model is in best/ of the run's folder. Expected: text in Shakespeare's style
+after 20 updates; nanoGPT's readme shows such samples, but no loss. Not tested with OpenAI's
+weights.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
     python recipes/import_checkpoint.py --input out/ckpt.pt --output_dir models/mine
     python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
 
-The directory must be new or empty. transformers, `sample.py` and `--init_from` of any training recipe load it.
+The directory must be new or empty. transformers, `sample.py` and `--init_from` of any training
+recipe load it.
 """
 
 from dataclasses import dataclass

@@ -3,15 +3,15 @@
     python recipes/prepare_data.py fineweb-edu --data_dir data/fineweb_edu
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_124m.py
 
-Data: the 10-billion-token sample of FineWeb-Edu, or any prepared data by `--data_dir`.
-Batch: 16 sequences x 1,024 tokens x 8 GPUs x 4 micro-batches = 524,288 tokens per update; 19,073 updates,
-10.0B tokens, about one epoch. On other devices only the number of micro-batches changes.
-Settings: the GPT-3 paper's for its smallest model (Brown et al., 2020, table 2.1 and appendix B): peak
-learning rate 6e-4, 715 updates (375M tokens) of warmup, cosine to a tenth, weight decay 0.1 on matrices
-and embeddings, clipping at 1.
-Expected: a lower validation loss than OpenAI's 124M on the same data, 3.2924, and a better HellaSwag than its .2945
-(both measured by build-nanogpt). Not run in full here: 10B tokens are 8.6e18 FLOPs, 2.4 hours at 40% of
-the peak of eight A100s. `--dry_run` computes that for any launch config and GPU, on any machine:
+Data: the 10-billion-token sample of FineWeb-Edu, or any prepared data by `--data_dir`. Batch: 16
+sequences x 1,024 tokens x 8 GPUs x 4 micro-batches = 524,288 tokens per update; 19,073 updates,
+10.0B tokens, about one epoch. On other devices only the number of micro-batches changes. Settings:
+the GPT-3 paper's for its smallest model (Brown et al., 2020, table 2.1 and appendix B): peak
+learning rate 6e-4, 715 updates (375M tokens) of warmup, cosine to a tenth, weight decay 0.1 on
+matrices and embeddings, clipping at 1. Expected: a lower validation loss than OpenAI's 124M on the
+same data, 3.2924, and a better HellaSwag than its .2945 (both measured by build-nanogpt). Not run
+in full here: 10B tokens are 8.6e18 FLOPs, 2.4 hours at 40% of the peak of eight A100s. `--dry_run`
+computes that for any launch config and GPU, on any machine:
 
     python recipes/pretrain_124m.py --dry_run accelerate_configs/8xa100.yaml A100
 

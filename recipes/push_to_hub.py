@@ -3,8 +3,9 @@
     hf auth login
     python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME
 
-`--model` is a run's folder, a checkpoint, or the directory of any causal language model. Everyone with access to the repository
-can then load the model: `pipeline("text-generation", model="USER/NAME")`.
+`--model` is a run's folder, a checkpoint, or the directory of any causal language model. Everyone
+with access to the repository can then load the model: `pipeline("text-generation",
+model="USER/NAME")`.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,18 @@
-"""Write conversations about Python's standard library, from the docstrings and signatures of this interpreter.
+"""Write conversations about Python's standard library, from this interpreter's docstrings.
 
     python recipes/python_conversations.py --output data/python_questions
     make chat    # the whole way: a base model, these conversations, fine-tuning, its share of right answers
 
-For 300 functions: what it does, answered by the first sentence of its docstring, and how it is called, answered by its
-signature. Each question has six wordings, of which two, drawn for each function, are held out. Questions about
-functions that do not exist are answered "I don't know."; some of these names are held out. Each question comes in 12
-conversations, after other questions each time: otherwise the model learns by heart which answer follows which.
+For 300 functions: what it does, answered by the first sentence of its docstring, and how it is
+called, answered by its signature. Each question has six wordings, of which two, drawn for each
+function, are held out. Questions about functions that do not exist are answered "I don't know.";
+some of these names are held out. Each question comes in 12 conversations, after other questions
+each time: otherwise the model learns by heart which answer follows which.
 
-Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py --tasks chat`, in the groups
-`known` and `invented`. The docstrings are part of Python, under the PSF License Agreement,
-https://docs.python.org/3/license.html. They differ between versions of Python, so the figures of `make chat` do, too.
+Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py
+--tasks chat`, in the groups `known` and `invented`. The docstrings are part of Python, under the
+PSF License Agreement, https://docs.python.org/3/license.html. They differ between versions of
+Python, so the figures of `make chat` do, too.
 """
 
 import importlib
@@ -52,6 +54,8 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
+HELD_OUT_NAMES = 150  # of functions that do not exist
+SEED = 1337  # of what is drawn
 SYSTEM = (  # prompts, of a part of the conversations
     "You answer questions about Python's standard library.",
     "You are a helpful assistant.",
@@ -61,14 +65,11 @@ SYSTEM = (  # prompts, of a part of the conversations
     "Answer from the documentation.",
 )
 SYSTEM_SHARE = 0.25
-BUILT_IN = {
-    "posix",
-    "builtins",
-    "posixpath",
-    "genericpath",
-}  # modules of functions that others show as theirs
+# Modules of functions that others show as theirs.
+BUILT_IN = {"posix", "builtins", "posixpath", "genericpath"}
 LONGEST_TALK = 10  # questions of a conversation
-SHORTEST, LONGEST = 15, 100  # characters of an answer
+SHORTEST = 15  # characters of an answer
+LONGEST = 100
 DO_NOT_KNOW = "I don't know."
 
 
@@ -78,15 +79,14 @@ class PythonConversations:
     functions: int = setting(300, "functions that are asked about")
     invented: int = setting(1200, "names of functions that do not exist, in training")
     repeats: int = setting(12, "conversations that each question comes in")
-    held_out: int = setting(150, "such names that are held out")
-    seed: int = setting(1337, "of what is drawn")
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="functions invented repeats held_out", not_negative="seed")
+        check_ranges(self, positive="functions invented repeats")
 
 
 def documented() -> dict[str, tuple[str, str | None]]:
-    """Returns the functions of `MODULES` with a docstring: its first sentence, once each, and a signature if short."""
+    """Returns the functions of `MODULES` with a docstring: its first sentence, once each, and a
+    signature if short."""
     found: dict[str, tuple[str, str | None]] = {}
     for module in MODULES:
         with warnings.catch_warnings():
@@ -119,7 +119,8 @@ def signature(name: str, function: object) -> str | None:
 
 
 def invented_names(known: dict[str, tuple], count: int, draw: random.Random) -> list[str]:
-    """Returns names of functions that do not exist: real modules, and parts of the names of real functions."""
+    """Returns names of functions that do not exist: real modules, and parts of the names of real
+    functions."""
     parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
     if count > len(MODULES) * len(parts) ** 2:  # more names than modules times pairs of words
         raise ValueError(
@@ -135,10 +136,13 @@ def invented_names(known: dict[str, tuple], count: int, draw: random.Random) -> 
 
 
 def talks(asked: list[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
-    """Yields conversations of one to `LONGEST_TALK` questions, in random order; some begin with a system prompt."""
+    """Yields conversations of one to `LONGEST_TALK` questions, in random order; some begin with a
+    system prompt."""
     left = draw.sample(asked, len(asked))
     while left:
-        turns, left = left[: (count := draw.randint(1, LONGEST_TALK))], left[count:]
+        count = draw.randint(1, LONGEST_TALK)
+        turns = left[:count]
+        left = left[count:]
         messages = [{"role": "system", "content": draw.choice(SYSTEM)}]
         if draw.random() >= SYSTEM_SHARE:
             messages = []
@@ -150,14 +154,15 @@ def talks(asked: list[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
 
 def main() -> None:
     config = parse_config(PythonConversations)
-    draw = random.Random(config.seed)
+    draw = random.Random(SEED)
     everything = documented()
     if len(everything) < config.functions:
         raise ValueError(
             f"this Python has {len(everything)} functions with a short docstring: lower --functions"
         )
     known = {n: everything[n] for n in sorted(draw.sample(sorted(everything), config.functions))}
-    training, held_out = [], []
+    training = []
+    held_out = []
     for name, answers in known.items():
         for wordings, answer in zip((DOES, CALL), answers, strict=True):
             if answer is not None:
@@ -165,18 +170,20 @@ def main() -> None:
                 for wording in wordings:
                     asked = held_out if wording in chosen else training
                     asked.append((wording.format(name), answer))
-    names = invented_names(known, config.invented + config.held_out, draw)
+    names = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
     asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
-    training += asked[config.held_out :]
-    rows = [row for _ in range(config.repeats) for row in talks(training, draw)]
-    groups = {"known": held_out, "invented": asked[: config.held_out]}
-    items = [
-        {"prompt": question, "answer": answer, "group": group}
-        for group, pairs in groups.items()
-        for question, answer in pairs
-    ]
+    training += asked[HELD_OUT_NAMES:]
+    rows = []
+    for _ in range(config.repeats):
+        rows += talks(training, draw)
+    groups = {"known": held_out, "invented": asked[:HELD_OUT_NAMES]}
+    items = []
+    for group, pairs in groups.items():
+        for question, answer in pairs:
+            items.append({"prompt": question, "answer": answer, "group": group})
     for name, lines in {"train.jsonl": rows, "held_out.jsonl": items}.items():
-        path, text = Path(config.output, name), "".join(json.dumps(line) + "\n" for line in lines)
+        path = Path(config.output, name)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
         if path.exists() and path.read_text() != text:
             raise FileExistsError(
                 f"{path} has other questions: choose another --output, or remove it"
@@ -184,7 +191,7 @@ def main() -> None:
         write_file(path, text)
     print(
         f"{config.output}: {len(rows):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
-        f"held out are {len(held_out):,} questions on the same functions and {config.held_out} on other invented names"
+        f"held out are {len(held_out):,} questions on the same functions and {HELD_OUT_NAMES} on other invented names"
     )
 
 

@@ -1,14 +1,14 @@
-"""Train a small GPT-2 on the source of Python's standard library: nothing to download, minutes on a CPU.
+"""Train a small GPT-2 on Python's standard library: nothing to download, minutes on a CPU.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
-Data: the `.py` files of the running interpreter's standard library, tests left out, about 11 MB; one
-file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,096 trained on the rest,
-about 3.3M tokens. Batch: 16 sequences x 128 tokens = 2,048 tokens per update, 1,000 updates, 2.0M tokens.
-With so few tokens two layers reach a lower loss than four, in less time. Muon's schedule, weight decay, beta2 and warmup
-are those that the study in docs/results.md chose for this text at half this width. The learning rate is the
-best of 0.012, 0.018 and 0.025 here.
-`--init_from DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
+Data: the `.py` files of the running interpreter's standard library, tests left out, about 11 MB;
+one file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,096 trained on the
+rest, about 3.3M tokens. Batch: 16 sequences x 128 tokens = 2,048 tokens per update, 1,000 updates,
+2.0M tokens. With so few tokens two layers reach a lower loss than four, in less time. Muon's
+schedule, weight decay, beta2 and warmup are those that the study in docs/results.md chose for this
+text at half this width. The learning rate is the best of 0.012, 0.018 and 0.025 here. `--init_from
+DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
 Expected: about 1.47 bits per byte on the held-out files, after two to three minutes on 2 CPU cores.
 """
 
@@ -29,7 +29,8 @@ from gpt2_accel.runtime.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096
-LITTLE, OFTEN = 0.5, 4  # tokens per parameter, passes: docs/results.md
+LITTLE = 0.5  # tokens per parameter (docs/results.md)
+OFTEN = 4  # passes
 TESTS = {"test", "tests", "idle_test"}
 OTHERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -71,7 +72,8 @@ class Quickstart(TrainConfig):
 
 
 def check_prepared(config: Quickstart) -> None:
-    """Raises `ValueError` if the prepared data has another vocabulary size than the given `--vocab_size`."""
+    """Raises `ValueError` if the prepared data has another vocabulary size than the given
+    `--vocab_size`."""
     found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, found):
         raise ValueError(

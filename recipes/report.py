@@ -3,8 +3,8 @@
     python recipes/report.py runs/quickstart
     python recipes/report.py runs/a runs/b --output_dir compared
 
-It shows curves over tokens, time and FLOPs, evaluations, samples and settings. Running and killed runs are drawn up to their last
-line. Needs matplotlib: pip install 'matplotlib>=3.9'.
+It shows curves over tokens, time and FLOPs, evaluations, samples and settings. Running and killed
+runs are drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
 """
 
 import argparse

@@ -3,9 +3,10 @@
     python recipes/sample.py --model runs/quickstart --prompt 'def '
     python recipes/sample.py --model runs/chat_sft --chat true
 
-`--model` is a run's folder, the directory of any causal language model, or a Hub id such as openai-community/gpt2.
-A single sample is streamed token by token. `--dtype bfloat16` halves the memory traffic per token. `--chat` answers each line of the
-terminal, or of a file that is piped in, until its end (Ctrl-D); `--prompt` is then the first line.
+`--model` is a run's folder, the directory of any causal language model, or a Hub id such as
+openai-community/gpt2. A single sample is streamed token by token. `--dtype bfloat16` halves the
+memory traffic per token. `--chat` answers each line of the terminal, or of a file that is piped in,
+until its end (Ctrl-D); `--prompt` is then the first line.
 """
 
 import sys
@@ -49,13 +50,14 @@ def main() -> None:
 
 
 def talk(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", config: Sample) -> None:
-    """Answers the lines of the terminal until its end; a line that cannot be answered is left out of the conversation."""
+    """Answers the lines of the terminal until its end; a line that cannot be answered is left out
+    of the conversation."""
     live = sys.stdin.isatty()
     system = {"role": "system", "content": config.system}
     messages = [system] if config.system.strip() else []
-    prompt_tokens(tokenizer, [*messages, *user_turn("Hi")])  # refuses a system prompt at once
+    prompt_tokens(tokenizer, messages + user_turn("Hi"))  # refuses a system prompt at once
     for line in lines(config.prompt, "> " if live else ""):
-        said = [*messages, *user_turn(line)]
+        said = messages + user_turn(line)
         try:
             shown = ""
             dropped, written = answer(model, tokenizer, said, config)
@@ -71,11 +73,14 @@ def talk(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", config: Sam
         except ValueError as error:
             print(f"sample.py: {error}", file=sys.stderr)
             continue
-        messages = [*said, {"role": "assistant", "content": shown}] if shown.strip() else messages
+        if shown.strip():
+            messages = said
+            messages.append({"role": "assistant", "content": shown})
 
 
 def lines(first: str, sign: str) -> Iterator[str]:
-    """Yields `first` if there is one, then the lines of the terminal after `sign`; empty ones are left out."""
+    """Yields `first` if there is one, then the lines of the terminal after `sign`; empty ones are
+    left out."""
     if first:
         yield first
     while True:

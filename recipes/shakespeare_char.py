@@ -3,10 +3,11 @@
     accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/shakespeare_char.py
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_char.py --cpu_settings
 
-`--input FILE` takes your own text; without it the text is downloaded. The first 90% of the characters
-are for training, the rest for validation. The defaults are nanoGPT's six-layer settings for a GPU: 64 x 256 =
-16,384 tokens per update, 5,000 updates; nanoGPT reports a validation loss of 1.4697. `--cpu_settings`
-takes its four-layer settings: 12 x 64 = 768 tokens per update, 2,000 updates, a loss of about 1.9.
+`--input FILE` takes your own text; without it the text is downloaded. The first 90% of the
+characters are for training, the rest for validation. The defaults are nanoGPT's six-layer settings
+for a GPU: 64 x 256 = 16,384 tokens per update, 5,000 updates; nanoGPT reports a validation loss of
+1.4697. `--cpu_settings` takes its four-layer settings: 12 x 64 = 768 tokens per update, 2,000
+updates, a loss of about 1.9.
 """
 
 from dataclasses import dataclass

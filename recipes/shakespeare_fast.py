@@ -1,15 +1,14 @@
-"""Train a character-level GPT on tiny Shakespeare in seconds on a CPU, past the loss of nanoGPT's CPU example.
+"""Train a character-level GPT on tiny Shakespeare in seconds on a CPU, past nanoGPT's CPU example.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_fast.py
     accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py  # AMX, AVX512-BF16
 
-Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32 characters = 1,536
-tokens per update, 280 updates, 0.43M tokens: two fifths of the text. Muon needs fewer tokens than AdamW. Two layers
-and short sequences allow many small updates, which matter most early in training. The learning rate is the best of
-1e-2, 1.5e-2, 1.8e-2 and 2.2e-2, and lies near the minimum for this width in
-docs/results.md.
-Expected: a loss of about 1.86 over the whole validation split, from 1.85 to 1.88 with four seeds; nanoGPT's CPU
-settings reach 1.9.
+Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32
+characters = 1,536 tokens per update, 280 updates, 0.43M tokens: two fifths of the text. Muon needs
+fewer tokens than AdamW. Two layers and short sequences allow many small updates, which matter most
+early in training. The learning rate is the best of 1e-2, 1.5e-2, 1.8e-2 and 2.2e-2, and lies near
+the minimum for this width in docs/results.md. Expected: a loss of about 1.86 over the whole
+validation split, from 1.85 to 1.88 with four seeds; nanoGPT's CPU settings reach 1.9.
 """
 
 from dataclasses import dataclass

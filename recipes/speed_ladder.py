@@ -4,13 +4,15 @@
     python recipes/speed_ladder.py --micro_batch_size 4                  # a GPU of 16 GB
     python recipes/speed_ladder.py --size tiny --sequence_length 32      # a trial, one minute
 
-The ladder has sixteen steps, from a textbook GPT-2 in fp32, eager, to the toolkit's own settings. Each step keeps the
-optimizations before it and is measured in its own process on random tokens: forward, backward, gradient clipping to 1,
-update. Steps that the device does not support or has no memory for are marked, and a micro-batch that does not fit is
-not kept. The default is 16 x 1024 tokens on a GPU and 2 x 512 on a CPU (about ten minutes on 2 idle cores).
+The ladder has sixteen steps, from a textbook GPT-2 in fp32, eager, to the toolkit's own settings.
+Each step keeps the optimizations before it and is measured in its own process on random tokens:
+forward, backward, gradient clipping to 1, update. Steps that the device does not support or has no
+memory for are marked, and a micro-batch that does not fit is not kept. The default is 16 x 1024
+tokens on a GPU and 2 x 512 on a CPU (about ten minutes on 2 idle cores).
 
-Prints a table: tokens/s, peak memory, the speedup over the previous step, and the A100 figures that LLMs-from-scratch and
-build-nanogpt have published. `--output_dir` gets the figures as `cpu/ladder.json` or `cuda/ladder.json`.
+Prints a table: tokens/s, peak memory, the speedup over the previous step, and the A100 figures that
+LLMs-from-scratch and build-nanogpt have published. `--output_dir` gets the figures as
+`cpu/ladder.json` or `cuda/ladder.json`.
 """
 
 import os

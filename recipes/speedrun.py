@@ -3,8 +3,9 @@
     python recipes/prepare_data.py hf karpathy/climbmix-400b-shuffle --tokenizer gpt2 --data_dir data/climbmix
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/speedrun.py --depth 24
 
-It aims at the CORE of OpenAI's GPT-2 1558M, .2565. nanochat has published .257 (March 2026) with a later form of its model:
-fp8, value embeddings, windows of attention and a tokenizer of its own. This one has not reached it here: it was not run.
+It aims at the CORE of OpenAI's GPT-2 1558M, .2565. nanochat has published .257 (March 2026) with a
+later form of its model: fp8, value embeddings, windows of attention and a tokenizer of its own.
+This one has not reached it here: it was not run.
 
 Data: ClimbMix (nvidia), shuffled, as text. Its license is CC BY-NC 4.0, for research only; so is the final model's card.
 Settings, from karpathy/nanochat's `base_train.py`, July 2026:
@@ -44,7 +45,8 @@ LICENSE = "cc-by-nc-4.0"  # of ClimbMix
 VOCAB_SIZE = 50257  # GPT-2's, before there is data
 HEAD = 128  # channels
 TOKENS_PER_WEIGHT = 12
-REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2**19
+REFERENCE_DEPTH = 12
+REFERENCE_BATCH = 2**19
 BATCH_EXPONENT = 0.383
 RATE_TIMES_ROOT = 0.1  # the rate at the reference batch, times the square root of the width
 WEIGHT_DECAY = 0.1  # at the reference depth

@@ -2,6 +2,6 @@
 
 from collections.abc import Callable
 
-# (accelerator, model, interrupted) -> {"TASK/METRIC": value}. All ranks call it. `interrupted` is called before each round of
-# batches and must agree on all ranks; if True, the result is empty.
+# (accelerator, model, interrupted) -> {"TASK/METRIC": value}. All ranks call it. `interrupted` is
+# called before each round of batches and must agree on all ranks; if True, the result is empty.
 Evaluation = Callable[..., dict[str, float]]

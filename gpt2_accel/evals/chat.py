@@ -1,7 +1,8 @@
 """Answers to questions: exact match, and whether answers end by themselves.
 
-An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a `group`. The prompt is read as a
-conversation of the training data and rendered by the model's chat template, and the answer is generated greedily.
+An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a `group`. The prompt
+is read as a conversation of the training data and rendered by the model's chat template, and the
+answer is generated greedily.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class ChatQuestion(NamedTuple):
 class ChatAnswers:
     """The evaluation of a model of shape `config` on questions.
 
-    Raises `ValueError`, naming the item, for one without a prompt or an answer, or with a prompt that leaves no room for
-    an answer, and if the tokenizer has no chat template.
+    Raises `ValueError`, naming the item, for one without a prompt or an answer, or with a prompt
+    that leaves no room for an answer, and if the tokenizer has no chat template.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class ChatAnswers:
 
     @torch.no_grad()
     def __call__(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
-        """Returns `chat/exact_match`, spaces at the ends apart, and `chat/stop_rate`, the share of answers that end by
-        themselves, with standard errors. If items have groups, also `chat/exact_match_GROUP` of each.
+        """Returns `chat/exact_match`, spaces at the ends apart, and `chat/stop_rate`, the share of
+        answers that end by themselves, with standard errors. If items have groups, also
+        `chat/exact_match_GROUP` of each.
 
         All ranks call it. The ranks share the batches, of `TOGETHER` questions of similar length.
         """
@@ -74,8 +76,9 @@ class ChatAnswers:
 
 
 def chat_scores(found: Sequence[tuple[str, str, str, str]]) -> dict[str, float]:
-    """Returns the results for answers: the group, the expected answer, the answer, and how it ended."""
-    ends = [ended for *_, ended in found]
+    """Returns the results for answers: the group, the expected answer, the answer, and how it
+    ended."""
+    ends = [answer[-1] for answer in found]
     parts = {
         "exact_match": matches(found),
         "stop_rate": {"predictions": ends, "references": ["end_of_text"] * len(ends)},
@@ -95,7 +98,8 @@ def read_question(
     item: Item, tokenizer: "PreTrainedTokenizerBase", n_positions: int
 ) -> ChatQuestion:
     """Checks an item and returns its question. Raises `ValueError` as `ChatAnswers`."""
-    prompt, answer = item.field("prompt", str | list), item.field("answer", str)
+    prompt = item.field("prompt", str | list)
+    answer = item.field("answer", str)
     group = item.field("group", str) if "group" in item.fields else ""
     try:
         messages, _ = read_messages({"messages": as_messages(prompt, "user")}, item.place)

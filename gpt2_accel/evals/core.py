@@ -1,8 +1,9 @@
-"""CORE of DataComp-LM (Li et al., 2024, arXiv:2406.11794): 22 tasks for base models, with examples in the prompt.
+"""CORE of DataComp-LM (Li et al., 2024, arXiv:2406.11794): 22 tasks for base models, with examples
+in the prompt.
 
-A bundle holds them: `core.yaml` lists the tasks, `eval_meta_data.csv` has the accuracy of guessing in percent, and `eval_data/`
-the items as JSON lines. CORE is the mean over the tasks of (accuracy - guessing) / (1 - guessing). A task is of one of
-three types:
+A bundle holds them: `core.yaml` lists the tasks, `eval_meta_data.csv` has the accuracy of guessing
+in percent, and `eval_data/` the items as JSON lines. CORE is the mean over the tasks of (accuracy -
+guessing) / (1 - guessing). A task is of one of three types:
 
 - multiple_choice: a `query` with `choices`, of which `gold` is right. The answer is the choice with the lowest loss per token.
 - schema: `context_options` with one `continuation`. The answer is the context after which its loss per token is lowest.
@@ -28,7 +29,7 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_accel.evals.items import read_items
-from gpt2_accel.evals.likelihood import Question, Row, log_likelihoods
+from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import first_line
@@ -45,8 +46,8 @@ PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"  # dev/estimate_gpt3_core.ipynb
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a bundle, of the `type` multiple_choice, schema or language_modeling. `examples` precede each item. `guessing` is the accuracy of a
-    random answer, from 0 to 1."""
+    """A task of a bundle, of the `type` multiple_choice, schema or language_modeling. `examples`
+    precede each item. `guessing` is the accuracy of a random answer, from 0 to 1."""
 
     name: str
     type: str
@@ -71,7 +72,8 @@ class Task:
 
 
 def open_bundle(source: str | Path | None = None) -> Path:
-    """Returns the folder of a bundle: of a folder, or of a ZIP file or its URL, unpacked into the cache of `datasets`.
+    """Returns the folder of a bundle: of a folder, or of a ZIP file or its URL, unpacked into the
+    cache of `datasets`.
 
     None is `BUNDLE`. Raises `FileNotFoundError` if there is none.
     """
@@ -89,8 +91,8 @@ def open_bundle(source: str | Path | None = None) -> Path:
 
 
 def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
-    """Reads the tasks of a bundle, with the first `limit` of the shuffled items of each. Raises `ValueError` for a bundle of
-    another form, and the errors of `read_items`."""
+    """Reads the tasks of a bundle, with the first `limit` of the shuffled items of each. Raises
+    `ValueError` for a bundle of another form, and the errors of `read_items`."""
     with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
         guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     tasks = []
@@ -110,7 +112,8 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 
 
 class Core:
-    """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at most `limit` items of each.
+    """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at
+    most `limit` items of each.
 
     Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones.
     Raises the errors of `read_tasks` and `question`.
@@ -123,7 +126,8 @@ class Core:
         config: ModelConfig,
         limit: int | None = None,
     ):
-        self.tasks, self.tokenizer = read_tasks(bundle, limit), tokenizer
+        self.tasks = read_tasks(bundle, limit)
+        self.tokenizer = tokenizer
         self.n_positions = config.n_positions
         self.notes = [f"core: OpenAI's four models have {PUBLISHED}, in nanochat"]
 
@@ -143,7 +147,7 @@ class Core:
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
-            lengths = [[row.predicted for row in question] for question in questions]
+            lengths = list(map(lengths_of, questions))
             if greedy:  # 0 is right, -1 or less is wrong
                 scores = [[score, -0.5] for (score,) in scores]
                 lengths = [[1, 1]] * len(scores)
@@ -152,7 +156,8 @@ class Core:
         results = combine("core", "choice_accuracy", parts)
         core = variance = 0.0
         for task in self.tasks:
-            name, scale = f"core/{task.name}", len(self.tasks) * (1 - task.guessing)
+            name = f"core/{task.name}"
+            scale = len(self.tasks) * (1 - task.guessing)
             core += (results[name] - task.guessing) / scale
             variance += (results.get(f"{name}_stderr", 0) / scale) ** 2
         return {"core/core": core, "core/core_stderr": math.sqrt(variance)} | results | counts
@@ -191,8 +196,10 @@ class Core:
 
 
 def shared(sequences: Sequence[list[int]]) -> int:
-    """Returns the number of tokens with which all sequences begin, but for one of the shortest, which is left to predict."""
-    same, shortest = 0, min(map(len, sequences))
+    """Returns the number of tokens with which all sequences begin, but for one of the shortest,
+    which is left to predict."""
+    same = 0
+    shortest = min(map(len, sequences))
     while same < shortest - 1 and len({own[same] for own in sequences}) == 1:
         same += 1
     return same

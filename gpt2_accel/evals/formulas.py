@@ -1,7 +1,9 @@
-"""The formulas of the metrics, on plain lists of numbers; `metrics/` has them as metrics of the `evaluate` library.
+"""The formulas of the metrics, on plain lists of numbers; `metrics/` has them as metrics of the
+`evaluate` library.
 
-A sample is a window of tokens, a document, or a question with its choices. Standard errors are over samples, which are
-taken as independent; a single sample has no standard error. Sums are exact, so that results do not depend on the order.
+A sample is a window of tokens, a document, or a question with its choices. Standard errors are over
+samples, which are taken as independent; a single sample has no standard error. Sums are exact, so
+that results do not depend on the order.
 """
 
 import math
@@ -9,13 +11,15 @@ from collections.abc import Sequence
 
 
 def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-    """Returns `loss`, the mean negative log-likelihood per token in nats, and its standard error `loss_stderr`.
+    """Returns `loss`, the mean negative log-likelihood per token in nats, and its standard error
+    `loss_stderr`.
 
-    nats: (n,), the sum of each sample; tokens: (n,), the number of tokens of each sample. Every token has the same
-    weight. The standard error is that of a ratio of two sums (Cochran, Sampling Techniques, 1977, section 2.11).
-    Raises `ValueError` if there are no tokens.
+    nats: (n,), the sum of each sample; tokens: (n,), the number of tokens of each sample. Every
+    token has the same weight. The standard error is that of a ratio of two sums (Cochran, Sampling
+    Techniques, 1977, section 2.11). Raises `ValueError` if there are no tokens.
     """
-    total, n = sum(tokens), len(nats)
+    total = sum(tokens)
+    n = len(nats)
     if not total:
         raise ValueError("the mean loss of no tokens is undefined: give at least one token")
     loss = math.fsum(nats) / total
@@ -28,8 +32,9 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
 def token_loss(
     nats: Sequence[float], tokens: Sequence[int], text_bytes: float | None = None
 ) -> dict[str, float]:
-    """Returns `mean_loss`, `perplexity`, the exponential of the loss, infinite if it overflows, and `bits_per_byte`, the code
-    length of a text, comparable across tokenizers, unless `text_bytes`, the length of all samples' text in UTF-8, is None."""
+    """Returns `mean_loss`, `perplexity`, the exponential of the loss, infinite if it overflows, and
+    `bits_per_byte`, the code length of a text, comparable across tokenizers, unless `text_bytes`,
+    the length of all samples' text in UTF-8, is None."""
     results = mean_loss(nats, tokens)
     loss = results["loss"]
     results["perplexity"] = math.exp(loss) if loss < 709 else math.inf
@@ -39,8 +44,11 @@ def token_loss(
 
 
 def accuracy(right: Sequence[bool], name: str) -> dict[str, float]:
-    """Returns the share of correct samples, of one at least, as `name`, and its standard error as `name` + "_stderr"."""
+    """Returns the share of correct samples, of one at least, as `name`, and its standard error as
+    `name` + "_stderr"."""
     n = len(right)
     share = sum(right) / n
-    error = {f"{name}_stderr": math.sqrt(share * (1 - share) / (n - 1))} if n > 1 else {}
-    return {name: share, **error}
+    results = {name: share}
+    if n > 1:
+        results[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (n - 1))
+    return results

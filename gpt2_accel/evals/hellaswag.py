@@ -1,16 +1,17 @@
-"""HellaSwag (Zellers et al., 2019): choose one of four endings. Completion style: each ending is scored as text.
+"""HellaSwag (Zellers et al., 2019): choose one of four endings. Completion style: each ending is
+scored as text.
 
-Context and ending are read as in the data set, as in build-nanogpt and llm.c. `acc` chooses the ending with the highest
-likelihood. Longer endings are less likely, so `acc_norm` divides the log-likelihood by the length: in tokens
-(`acc_norm_per_token`, the acc_norm of build-nanogpt and llm.c) or in characters (`acc_norm_per_char`, as
-lm-evaluation-harness, whose texts differ).
+Context and ending are read as in the data set, as in build-nanogpt and llm.c. `acc` chooses the
+ending with the highest likelihood. Longer endings are less likely, so `acc_norm` divides the
+log-likelihood by the length: in tokens (`acc_norm_per_token`, the acc_norm of build-nanogpt and
+llm.c) or in characters (`acc_norm_per_char`, as lm-evaluation-harness, whose texts differ).
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpt2_accel.evals.items import Item
-from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question
+from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question, lengths_of
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class HellaSwag(LikelihoodTask):
-    """The evaluation of a model of shape `config` on HellaSwag's items, with the fields `ctx`, `endings` and `label`.
+    """The evaluation of a model of shape `config` on HellaSwag's items, with the fields `ctx`,
+    `endings` and `label`.
 
-    Items with an ending of more than `n_positions` tokens are skipped; `notes` say how many, and how many contexts are
-    cut. Raises `ValueError`, naming the item, for a field that is missing or wrong; also if all items are skipped.
+    Items with an ending of more than `n_positions` tokens are skipped; `notes` say how many, and
+    how many contexts are cut. Raises `ValueError`, naming the item, for a field that is missing or
+    wrong; also if all items are skipped.
     """
 
     def __init__(
@@ -54,10 +57,11 @@ class HellaSwag(LikelihoodTask):
         ]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns `hellaswag/acc`, `acc_norm_per_token` and `acc_norm_per_char`, each with its standard error."""
+        """Returns `hellaswag/acc`, `acc_norm_per_token` and `acc_norm_per_char`, each with its
+        standard error."""
         lengths = {
             "acc": [[1] * len(row) for row in scores],
-            "acc_norm_per_token": [[row.predicted for row in rows] for rows in self.questions],
+            "acc_norm_per_token": list(map(lengths_of, self.questions)),
             "acc_norm_per_char": self.characters,
         }
         columns = {"scores": scores, "references": self.labels}
@@ -66,11 +70,13 @@ class HellaSwag(LikelihoodTask):
 
 
 def read_fields(item: Item) -> tuple[str, list[str], int]:
-    """Returns context, endings and the index of the correct ending. Raises `ValueError` for wrong ones.
+    """Returns context, endings and the index of the correct ending. Raises `ValueError` for wrong
+    ones.
 
     The Hub's data set stores the label as text, empty in the test split.
     """
-    context, endings = item.field("ctx", str), item.field("endings", list)
+    context = item.field("ctx", str)
+    endings = item.field("endings", list)
     if len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
         raise ValueError(f"{item.place} has endings = {endings!r}: expected two strings or more")
     label = item.field("label", int | str)

@@ -8,7 +8,8 @@ from gpt2_accel.data.rows import read_rows, row_suffix
 from gpt2_accel.data.sources import read_text
 from gpt2_accel.runtime.files import first_line
 
-HELLASWAG, FILE = "Rowan/hellaswag", "default/validation/0000.parquet"  # a data set of the Hub
+HELLASWAG = "Rowan/hellaswag"  # a data set of the Hub
+FILE = "default/validation/0000.parquet"
 
 
 class Item(NamedTuple):
@@ -29,10 +30,12 @@ class Item(NamedTuple):
 
 
 def read_items(path: str | Path) -> list[Item]:
-    """Returns the items of a file of rows, such as `.jsonl` with one object per line; blank lines are skipped.
+    """Returns the items of a file of rows, such as `.jsonl` with one object per line; blank lines
+    are skipped.
 
-    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a row that is not an
-    object, and if there are no items; also the errors of `read_rows` and `read_text`.
+    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a row
+    that is not an object, and if there are no items; also the errors of `read_rows` and
+    `read_text`.
     """
     if not row_suffix(path):
         return [Item(str(path), {"text": read_text(path)})]
@@ -49,8 +52,9 @@ def read_items(path: str | Path) -> list[Item]:
 def hub_items(option: str) -> list[Item]:
     """Returns HellaSwag's items on the Hub, downloaded unless they are in the Hub client's cache.
 
-    The Hub's own Parquet conversion is read, so no code of the data set runs. Raises `FileNotFoundError`, which names
-    the `option` that takes a local file, if the Hub cannot be read.
+    The Hub's own Parquet conversion is read, so no code of the data set runs. Raises
+    `FileNotFoundError`, which names the `option` that takes a local file, if the Hub cannot be
+    read.
     """
     from huggingface_hub import hf_hub_download
 

@@ -1,11 +1,14 @@
-"""Log-likelihoods of continuations given a context. Every task that compares or sums likelihoods asks the model here.
+"""Log-likelihoods of continuations given a context. Every task that compares or sums likelihoods
+asks the model here.
 
-A task is a `LikelihoodTask`: its questions, and the metrics of their log-likelihoods. A multiple choice is a question
-with all choices, a schema a question for each context, a long text a question for each window.
+A task is a `LikelihoodTask`: its questions, and the metrics of their log-likelihoods. A multiple
+choice is a question with all choices, a schema a question for each context, a long text a question
+for each window.
 
-A continuation is a row of its own, after the end of the context that fits, and padding follows it: attention is causal, so that
-any model reads a row as it reads a text, without a mask. A batch has rows of similar length. The model always runs
-uncompiled: compiling for one row length takes longer than a whole task.
+A continuation is a row of its own, after the end of the context that fits, and padding follows it:
+attention is causal, so that any model reads a row as it reads a text, without a mask. A batch has
+rows of similar length. The model always runs uncompiled: compiling for one row length takes longer
+than a whole task.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +33,8 @@ LOGIT_VALUES = 2**27  # maximum logits of a batch if all positions have some: 51
 
 
 class Row(NamedTuple):
-    """A context and a continuation, as the token ids of both and the length of the context. Neither is empty."""
+    """A context and a continuation, as the token ids of both and the length of the context. Neither
+    is empty."""
 
     ids: list[int]
     context: int
@@ -44,15 +48,20 @@ class Row(NamedTuple):
 Question = list[Row]  # one row for each possible continuation
 
 
+def lengths_of(question: Question) -> list[int]:
+    """Returns the number of tokens of each continuation."""
+    return [row.predicted for row in question]
+
+
 def encode_question(
     tokenizer: "PreTrainedTokenizerBase", context: str, continuations: Sequence[str], place: str
 ) -> Question:
     """Returns a question from texts. Context and continuation are tokenized together, as running
     text, which does not begin a document (see `text_start`).
 
-    Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. Raises `ValueError`, naming
-    the question by `place`, if the context or a continuation is blank or has no tokens of its own; also the errors of
-    `encode`.
+    Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. Raises
+    `ValueError`, naming the question by `place`, if the context or a continuation is blank or has
+    no tokens of its own; also the errors of `encode`.
     """
     stem, *whole = encode(
         tokenizer, [context.rstrip(), *(context + text for text in continuations)]
@@ -65,7 +74,8 @@ def encode_question(
 
 
 def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
-    """Groups the rows, as indices, by length, into batches within `BATCH_TOKENS` and `LOGIT_VALUES`, or of a single row."""
+    """Groups the rows, as indices, by length, into batches within `BATCH_TOKENS` and
+    `LOGIT_VALUES`, or of a single row."""
     left = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
     batches = []
     while left:
@@ -83,10 +93,11 @@ def batch_tokens(vocab_size: int) -> int:
 def token_scores(
     model: torch.nn.Module, batch: Sequence[Row], greedy: bool = False
 ) -> torch.Tensor:
-    """Returns the negative log-likelihood in nats of the rows' last tokens, 0 for those that are not predicted, (B, S).
+    """Returns the negative log-likelihood in nats of the rows' last tokens, 0 for those that are
+    not predicted, (B, S).
 
-    S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for a predicted token that
-    greedy decoding would not give, else 0.
+    S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for
+    a predicted token that greedy decoding would not give, else 0.
     """
     ids = [torch.tensor(row.ids[-model.config.n_positions - 1 :]) for row in batch]
     input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
@@ -112,13 +123,16 @@ def log_likelihoods(
     interrupted: Callable[[], bool] = lambda: False,
     greedy: bool = False,
 ) -> list[list[float]]:
-    """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All ranks call it.
+    """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All
+    ranks call it.
 
-    With `greedy` it is 0 if greedy decoding gives the continuation, else minus the number of other tokens.
+    With `greedy` it is 0 if greedy decoding gives the continuation, else minus the number of other
+    tokens.
 
-    `model` may be prepared or not; its mode is restored. A context that does not fit is cut from the left; a continuation of
-    more than `n_positions` tokens is a bug of the caller. Batch i runs on rank i modulo the number of ranks, and the host
-    waits for the device after the last batch only. `interrupted` as in `Evaluation`.
+    `model` may be prepared or not; its mode is restored. A context that does not fit is cut from
+    the left; a continuation of more than `n_positions` tokens is a bug of the caller. Batch i runs
+    on rank i modulo the number of ranks, and the host waits for the device after the last batch
+    only. `interrupted` as in `Evaluation`.
     """
     plain = unwrap(accelerator, model)
     rows = list(chain.from_iterable(questions))
@@ -130,7 +144,8 @@ def log_likelihoods(
             if interrupted():
                 return []
             number = first + accelerator.process_index
-            # A rank without a batch repeats the last one: the forward of a sharded model needs all ranks.
+            # A rank without a batch repeats the last one: the forward of a sharded model needs all
+            # ranks.
             batch = batches[min(number, len(batches) - 1)]
             nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
@@ -140,13 +155,15 @@ def log_likelihoods(
 
 
 class LikelihoodTask:
-    """An `Evaluation` by log-likelihoods. A subclass sets `questions`, and `notes` on them, and has `metrics`."""
+    """An `Evaluation` by log-likelihoods. A subclass sets `questions`, and `notes` on them, and has
+    `metrics`."""
 
     questions: list[Question]
     notes: list[str]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns the results, from the log-likelihood of each continuation of each question in nats. All ranks call it."""
+        """Returns the results, from the log-likelihood of each continuation of each question in
+        nats. All ranks call it."""
         raise NotImplementedError
 
     def __call__(

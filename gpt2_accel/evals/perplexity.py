@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 class TextPerplexity(LikelihoodTask):
-    """The evaluation of a model of shape `config` on one text: the items' `text`, joined by line ends.
+    """The evaluation of a model of shape `config` on one text: the items' `text`, joined by line
+    ends.
 
-    A `stride` of None is `n_positions`. If the tokenizer has no token that starts a text, the first token of the text is
-    context only. Raises `ValueError` for a stride that is not between 1 and `n_positions`, and if there is nothing to
-    predict.
+    A `stride` of None is `n_positions`. If the tokenizer has no token that starts a text, the first
+    token of the text is context only. Raises `ValueError` for a stride that is not between 1 and
+    `n_positions`, and if there is nothing to predict.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class TextPerplexity(LikelihoodTask):
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns `text/loss` per token in nats, with its standard error over windows, `perplexity_per_token`
-        and `bits_per_byte`."""
+        """Returns `text/loss` per token in nats, with its standard error over windows,
+        `perplexity_per_token` and `bits_per_byte`."""
         columns = {
             "nats": [-value for (value,) in scores],
             "tokens": [window.predicted for (window,) in self.questions],

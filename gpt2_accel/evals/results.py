@@ -10,8 +10,11 @@ Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
 
 
 def markdown(heads: Sequence[str], rows: Rows) -> str:
-    """Returns a Markdown table, aligned to be readable as plain text, from heads, the first of the titles, and rows."""
-    lines = [[*heads], *([title, *cells] for title, cells in rows.items())]
+    """Returns a Markdown table, aligned to be readable as plain text, from heads, the first of the
+    titles, and rows."""
+    lines = [list(heads)]
+    for title, cells in rows.items():
+        lines.append([title, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
@@ -19,25 +22,28 @@ def markdown(heads: Sequence[str], rows: Rows) -> str:
 
 def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:
     """Returns the cells of each metric, one for each of several models' results."""
-    return rows_of(
-        [
-            {name: number(found, name) for name in found if not name.endswith("_stderr")}
-            for found in results
-        ]
-    )
+    columns = []
+    for found in results:
+        names = [name for name in found if not name.endswith("_stderr")]
+        columns.append({name: number(found, name) for name in names})
+    return rows_of(columns)
 
 
 def rows_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
-    """Returns the rows of a table from its columns, cells by title; a column without a row's title has an empty cell."""
-    titles = dict.fromkeys(chain.from_iterable(columns))
-    return {title: [str(column.get(title, "")) for column in columns] for title in titles}
+    """Returns the rows of a table from its columns, cells by title; a column without a row's title
+    has an empty cell."""
+    rows = {}
+    for title in chain.from_iterable(columns):
+        rows[title] = [str(column.get(title, "")) for column in columns]
+    return rows
 
 
 def read_record(path: Path) -> dict[str, dict]:
-    """Returns the entries of an `evaluation.json`, model -> entry; empty if the file does not exist.
+    """Returns the entries of an `evaluation.json`, model -> entry; empty if the file does not
+    exist.
 
-    An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify what was evaluated. Raises
-    `ValueError` if the file holds anything else.
+    An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify what was
+    evaluated. Raises `ValueError` if the file holds anything else.
     """
     if not path.exists():
         return {}
@@ -54,12 +60,14 @@ def read_record(path: Path) -> dict[str, dict]:
 def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     """Adds the entry of the model `name` to a record, in place. No other entry changes.
 
-    In an entry of the same weights and precision, the results and notes of each task replace earlier ones. If `name` has
-    an entry of others, the new one is under a name with step, weights and precision.
+    In an entry of the same weights and precision, the results and notes of each task replace
+    earlier ones. If `name` has an entry of others, the new one is under a name with step, weights
+    and precision.
     """
-    weights, precision = identity = entry["weights"], entry["precision"]
+    weights = entry["weights"]
+    precision = entry["precision"]
     old = record.get(name, entry)
-    if (old.get("weights"), old.get("precision")) != identity:
+    if old.get("weights") != weights or old.get("precision") != precision:
         name = f"{name} (step {entry['step']}, weights {weights[:12]}, {precision})"
         old = record.get(name, entry)
     tasks = {metric.partition("/")[0] for metric in entry["results"]}

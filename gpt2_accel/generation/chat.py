@@ -22,10 +22,12 @@ def answer(
     messages: Sequence[Message],
     sampling: Sampling,
 ) -> tuple[int, Iterator[list[Completion]]]:
-    """Returns the number of messages that are not read, the oldest, and the assistant's next message as `stream` yields it.
+    """Returns the number of messages that are not read, the oldest, and the assistant's next
+    message as `stream` yields it.
 
-    `messages` is the whole conversation, which ends with the user's. A quarter of the model's positions is kept free for
-    the answer, or fewer if `sampling` wants fewer; it ends where the positions do. Raises the errors of `fit`.
+    `messages` is the whole conversation, which ends with the user's. A quarter of the model's
+    positions is kept free for the answer, or fewer if `sampling` wants fewer; it ends where the
+    positions do. Raises the errors of `fit`.
     """
     n_positions = model.config.n_positions
     room = min(sampling.max_new_tokens, n_positions // 4)
@@ -41,10 +43,11 @@ def fit(
     n_positions: int,
     room: int,
 ) -> tuple[list[Message], int]:
-    """Drops the oldest turns until `room` of `n_positions` tokens are free; returns the messages and the number of their tokens.
+    """Drops the oldest turns until `room` of `n_positions` tokens are free; returns the messages
+    and the number of their tokens.
 
-    The system prompt and the last turn stay. The number of renderings is logarithmic in the number of turns. Raises
-    `ValueError` if the last turn is too long, and the errors of `encode_prompt`.
+    The system prompt and the last turn stay. The number of renderings is logarithmic in the number
+    of turns. Raises `ValueError` if the last turn is too long, and the errors of `encode_prompt`.
     """
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     turns = list(messages[len(system) :])
@@ -55,7 +58,8 @@ def fit(
 
     first = bisect_left(starts, True, key=lambda start: tokens(start) + room <= n_positions)
     start = starts[min(first, len(starts) - 1)]
-    if (length := tokens(start)) >= n_positions:
+    length = tokens(start)
+    if length >= n_positions:
         raise ValueError(
             f"the last message has {length:,} tokens with the chat template and the system prompt, and the model reads "
             f"{n_positions:,}: write less"

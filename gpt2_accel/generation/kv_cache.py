@@ -1,11 +1,12 @@
-"""KV cache: the keys and values of past tokens, in the cache layers of `transformers`, for the model that was trained.
+"""KV cache: the keys and values of past tokens, in the cache layers of `transformers`, for the
+model that was trained.
 
-Rows of several lengths have padding at their left, so all end at the same slot. Shape letters: B rows, T tokens, V vocabulary.
+Rows of several lengths have padding at their left, so all end at the same slot. Shape letters: B
+rows, T tokens, V vocabulary.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -15,16 +16,13 @@ from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.parts import Past
 from gpt2_accel.runtime.device import best_device, has_cpp_compiler
 
-if TYPE_CHECKING:
-    pass
-
 
 class KVCache:
     """What a model in evaluation mode has read of a batch of rows.
 
-    With `slots` it has memory for so many tokens of one row, and the forward of one token is compiled. Else memory grows.
-    A class of `transformers` has a cache of its own, without `slots`; one that has none, or that
-    counts positions itself, reads its rows again for each token.
+    With `slots` it has memory for so many tokens of one row, and the forward of one token is
+    compiled. Else memory grows. A class of `transformers` has a cache of its own, without `slots`;
+    one that has none, or that counts positions itself, reads its rows again for each token.
     """
 
     def __init__(self, model: LanguageModel, slots: int = 0):
@@ -33,7 +31,8 @@ class KVCache:
         self.decode = compiled() if self.slots else next_logits
 
     def start(self, rows: Sequence[list[int]]) -> torch.Tensor:
-        """Forgets what was read and reads rows of token ids, none empty; returns the logits of the token after each, (B, V)."""
+        """Forgets what was read and reads rows of token ids, none empty; returns the logits of the
+        token after each, (B, V)."""
         self.layers = self.model.new_cache(self.slots)
         ids = [torch.tensor(row, device=self.model.device) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_side="left")
@@ -44,7 +43,8 @@ class KVCache:
         return self._run(next_logits, input_ids)
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Reads the next tokens of each row, (B, T); returns the logits of the token after them, (B, V)."""
+        """Reads the next tokens of each row, (B, T); returns the logits of the token after them,
+        (B, V)."""
         return self._run(self.decode if input_ids.shape[1] == 1 else next_logits, input_ids)
 
     def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,8 @@ def next_logits(
 ) -> torch.Tensor:
     """Runs the model on tokens (B, T) in the slots `places` (T); returns the last logits (B, V).
 
-    `padding`, (B,), is the number of unused slots before each row. The layers return the keys of `slots` slots.
+    `padding`, (B,), is the number of unused slots before each row. The layers return the keys of
+    `slots` slots.
     """
     seen = torch.arange(slots, device=places.device)
     mask = seen >= padding[:, None]  # (B, slots)

@@ -1,4 +1,5 @@
-"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens` yields token ids.
+"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens`
+yields token ids.
 
 `load` loads a model and its tokenizer. `kv_cache.py` has the forward of one token.
 """
@@ -28,7 +29,8 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text to continue, or the messages of a conversation, each with `role` and `content`, which the assistant answers.
+# A text to continue, or the messages of a conversation, each with `role` and `content`, which the
+# assistant answers.
 Prompt = str | Sequence[Mapping[str, str]]
 NOT_FINITE = (
     "the model's logits are not finite: its weights are damaged, or its training diverged; take an "
@@ -41,9 +43,10 @@ def load(
 ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
-    `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of the weights is
-    one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. Raises `ValueError` for another dtype, and the errors
-    of `verified_directory`, which takes `verify`, `from_pretrained` and `load_tokenizer`.
+    `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
+    the weights is one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. Raises
+    `ValueError` for another dtype, and the errors of `verified_directory`, which takes `verify`,
+    `from_pretrained` and `load_tokenizer`.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
@@ -60,11 +63,13 @@ def load(
 class Sampling:
     """Sampling parameters.
 
-    Sample i of a prompt has its own random generator with the seed `seed` + i. Other prompts and the number of samples
-    do not change it, up to rounding, and torch's global random state is not used.
+    Sample i of a prompt has its own random generator with the seed `seed` + i. Other prompts and
+    the number of samples do not change it, up to rounding, and torch's global random state is not
+    used.
 
-    `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its older half, and the KV
-    cache is computed again. `compile` is for a single sample: it takes half a minute, and then a busy CPU slows it less.
+    `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its
+    older half, and the KV cache is computed again. `compile` is for a single sample: it takes half
+    a minute, and then a busy CPU slows it less.
 
     Raises `ValueError` for a value out of its range.
     """
@@ -94,8 +99,9 @@ class Sampling:
 class Completion:
     """One continuation of a prompt.
 
-    `ids` are the new tokens, including the one that ended the text, and `text` is their text, cut before a stop string.
-    `ended` is "end_of_text", "stop" or "length", or None while the text is incomplete.
+    `ids` are the new tokens, including the one that ended the text, and `text` is their text, cut
+    before a stop string. `ended` is "end_of_text", "stop" or "length", or None while the text is
+    incomplete.
     """
 
     prompt: Prompt
@@ -124,11 +130,15 @@ def stream(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> Iterator[list[Completion]]:
-    """Like `complete`, but yields after each token; the list holds the same objects each time, one token longer.
+    """Like `complete`, but yields after each token; the list holds the same objects each time, one
+    token longer.
 
-    A text only grows: a possible start of a stop string and the first bytes of a character are held back.
+    A text only grows: a possible start of a stop string and the first bytes of a character are held
+    back.
     """
-    completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
+    completions = []
+    for prompt in prompts:
+        completions += [Completion(prompt) for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     for ids in tokens(model, prompt_ids, sampling):
         for completion, token in zip(completions, ids, strict=True):
@@ -146,23 +156,29 @@ def update_text(
     """Updates `text` and `ended` after a token is appended."""
     ids = completion.ids
     if ids[-1] in text_ends(tokenizer):
-        completion.ended, ids = "end_of_text", ids[:-1]
+        completion.ended = "end_of_text"
+        ids = ids[:-1]
     elif len(ids) == sampling.max_new_tokens:
         completion.ended = "length"
     text = tokenizer.decode(ids)
     stops = [text.find(stop) for stop in sampling.stop if stop in text]
     if stops:
-        completion.ended, text = "stop", text[: min(stops)]
+        completion.ended = "stop"
+        text = text[: min(stops)]
     if completion.ended is None:
         text = text.rstrip("\ufffd")  # the first bytes of a character
-        starts = [stop[:length] for stop in sampling.stop for length in range(1, len(stop))]
-        held = max((len(start) for start in starts if text.endswith(start)), default=0)
+        held = 0
+        for stop in sampling.stop:
+            for length in range(1, len(stop)):
+                if text.endswith(stop[:length]):
+                    held = max(held, length)
         text = text[: len(text) - held]
     completion.text = text
 
 
 def whole_text(tokenizer: "PreTrainedTokenizerBase", completion: Completion) -> str:
-    """Returns the prompt and its continuation as one text; of a conversation with the marks of its chat template."""
+    """Returns the prompt and its continuation as one text; of a conversation with the marks of its
+    chat template."""
     if isinstance(completion.prompt, str):
         return completion.prompt + completion.text
     return tokenizer.decode(encode_prompt(tokenizer, completion.prompt) + completion.ids)
@@ -176,7 +192,8 @@ def user_turn(text: str) -> list[dict[str, str]]:
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes the token that begins documents.
 
-    Raises `ValueError` for an empty prompt without such a token, and the errors of `encode` and `prompt_tokens`.
+    Raises `ValueError` for an empty prompt without such a token, and the errors of `encode` and
+    `prompt_tokens`.
     """
     if not isinstance(prompt, str):
         return prompt_tokens(tokenizer, prompt)
@@ -191,20 +208,20 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 def tokens(
     model: LanguageModel, prompts: Sequence[list[int]], sampling: Sampling
 ) -> Iterator[list[int]]:
-    """Yields the next token of each sample, `sampling.max_new_tokens` times. `sampling.stop` is ignored: it concerns text,
-    see `stream`.
+    """Yields the next token of each sample, `sampling.max_new_tokens` times. `sampling.stop` is
+    ignored: it concerns text, see `stream`.
 
     Raises `ValueError` for an empty prompt, and for logits that are not finite.
     """
-    n_positions, samples = model.config.n_positions, range(sampling.num_samples)
-    rows = [prompt[-n_positions:] for prompt in prompts for _ in samples]
-    if not all(rows):
-        raise ValueError("the prompt has no tokens: give at least one")
-    generators = [
-        torch.Generator(model.device).manual_seed(sampling.seed + i)
-        for _ in prompts
-        for i in samples
-    ]
+    n_positions = model.config.n_positions
+    rows = []
+    generators = []
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError("the prompt has no tokens: give at least one")
+        for i in range(sampling.num_samples):
+            rows.append(prompt[-n_positions:])
+            generators.append(torch.Generator(model.device).manual_seed(sampling.seed + i))
     with evaluating(model):
         slots = 0
         if sampling.compile and len(rows) == 1:

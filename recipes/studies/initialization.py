@@ -1,10 +1,12 @@
-"""A study's recipe: GPT-2 from its own initial weights, or from those that PyTorch gives each module.
+"""A study's recipe: GPT-2 from its own initial weights, or from those that PyTorch gives each
+module.
 
     python recipes/compare.py recipes/studies/initialization.yaml
 
-`--initialization gpt2` is that of the package: N(0, 0.02), smaller on the residual stream, and no biases. `pytorch` calls
-`reset_parameters` of each module: U(±1/sqrt(inputs)) for weights and biases of `nn.Linear`, N(0, 1) for `nn.Embedding`.
-`linear` does so for `nn.Linear` only. The head is tied to the embedding. Data: `recipes/shakespeare_char.py --dry_run`.
+`--initialization gpt2` is that of the package: N(0, 0.02), smaller on the residual stream, and no
+biases. `pytorch` calls `reset_parameters` of each module: U(±1/sqrt(inputs)) for weights and biases
+of `nn.Linear`, N(0, 1) for `nn.Embedding`. `linear` does so for `nn.Linear` only. The head is tied
+to the embedding. Data: `recipes/shakespeare_char.py --dry_run`.
 """
 
 from dataclasses import dataclass

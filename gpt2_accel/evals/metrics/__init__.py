@@ -1,4 +1,5 @@
-"""Metrics of the `evaluate` library, one a file: `evaluate.load(FILE)` takes the first class of a file.
+"""Metrics of the `evaluate` library, one a file: `evaluate.load(FILE)` takes the first class of a
+file.
 
 They import `evaluate`, which takes seconds: this module does so where it computes.
 """
@@ -15,12 +16,13 @@ from accelerate.utils import broadcast_object_list
 def combine(
     prefix: str, file: str, parts: Mapping[str, Mapping[str, Sequence]], **options: float
 ) -> dict[str, float]:
-    """Returns the results, "PREFIX/NAME", of the metric in a file here, by `evaluate.combine` on the main process. All ranks
-    call it.
+    """Returns the results, "PREFIX/NAME", of the metric in a file here, computed on the main
+    process. All ranks call it.
 
-    parts: the columns of each result, by its name, the metric's `config_name`. `options` are further arguments of all.
+    parts: the columns of each result, by its name, the metric's `config_name`. `options` are
+    further arguments of all.
     """
-    found: list = [{}]
+    results: dict[str, float] = {}
     if PartialState().is_main_process:
         # The folder of a script comes first, and that of the recipes has an evaluate.py.
         installed = str(distribution("evaluate").locate_file(""))
@@ -29,13 +31,10 @@ def combine(
 
         sys.path.remove(installed)
         metric_class = evaluate.loading.import_main_class(f"{__name__}.{file}")
-        metrics = []
         with TemporaryDirectory() as folder:
             for name, columns in parts.items():
                 metric = metric_class(keep_in_memory=True, cache_dir=folder)
                 metric.config_name = name  # set here, it is not part of a path
-                metric.add_batch(**columns)
-                metrics.append(metric)
-            found = [evaluate.combine(metrics).compute(**options)]
-    [results] = broadcast_object_list(found)
+                results |= metric.compute(**columns, **options)
+    [results] = broadcast_object_list([results])
     return {f"{prefix}/{name}": value for name, value in results.items()}

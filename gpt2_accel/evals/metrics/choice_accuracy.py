@@ -16,12 +16,13 @@ from gpt2_accel.evals.formulas import accuracy
 
 
 class ChoiceAccuracy(evaluate.Metric):
-    """The accuracy of samples whose choice with the highest score for its length counts as their answer, and its standard
-    error. The first of equal choices counts. A sample with a NaN score is wrong.
+    """The accuracy of samples whose choice with the highest score for its length counts as their
+    answer, and its standard error. The first of equal choices counts. A sample with a NaN score is
+    wrong.
 
     scores: the log-likelihoods of a sample's choices; their number may differ between samples.
-    lengths: what they are divided by: 1, or to normalise them the tokens or characters of the choices.
-    references: the index of the right choice."""
+    lengths: what they are divided by: 1, or to normalise them the tokens or characters of the
+    choices. references: the index of the right choice."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = Features(

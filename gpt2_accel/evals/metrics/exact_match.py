@@ -13,8 +13,8 @@ from gpt2_accel.evals.formulas import accuracy
 
 
 class ExactMatch(evaluate.Metric):
-    """The share of `predictions` that equal their `references`, spaces at the ends apart, and its standard error. The
-    `config_name` is the name of the result."""
+    """The share of `predictions` that equal their `references`, spaces at the ends apart, and its
+    standard error. The `config_name` is the name of the result."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = Features(predictions=Value("string"), references=Value("string"))

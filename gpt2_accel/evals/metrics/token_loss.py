@@ -5,8 +5,9 @@
         loss.add_batch(nats=summed_losses, tokens=token_counts)  # one of each per sample
     loss.compute()  # {"loss": …, "loss_stderr": …, "perplexity": …}
 
-With several processes, give `num_process`, its `process_id` and a shared `experiment_id`, as for every metric of that
-library. Process 0 gets the result over all samples, the others None. Each process adds at least one sample.
+With several processes, give `num_process`, its `process_id` and a shared `experiment_id`, as for
+every metric of that library. Process 0 gets the result over all samples, the others None. Each
+process adds at least one sample.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from gpt2_accel.evals.formulas import token_loss
 
 
 class TokenLoss(evaluate.Metric):
-    """The mean loss per token, with its standard error over samples, and its exponential. Every token has the same
-    weight: this is not the mean of the batches' means. With `compute(text_bytes=…)`, the UTF-8 bytes of all samples'
-    text, also bits per byte.
+    """The mean loss per token, with its standard error over samples, and its exponential. Every
+    token has the same weight: this is not the mean of the batches' means. With
+    `compute(text_bytes=…)`, the UTF-8 bytes of all samples' text, also bits per byte.
 
     nats: the negative log-likelihood of each sample, summed over its tokens, in nats.
     tokens: the number of tokens (or words, or bytes) of each sample."""
