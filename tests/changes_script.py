@@ -7,9 +7,8 @@ import os
 import sys
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from conftest import load_recipe
+from launching import allow_fsdp_on_cpus
 
 from gpt2_accel import cli
 
@@ -26,8 +25,7 @@ if "ROUTER" in os.environ:
 
 def main() -> None:
     if "FSDP" in os.environ:
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        allow_fsdp_on_cpus()
     change.main()
 
 

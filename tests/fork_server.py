@@ -102,7 +102,8 @@ def serve(address: str) -> None:
                     selector.unregister(key.fileobj)
             connected = len(selector.get_map()) > 1
     os.unlink(address)
-    os.unlink(f"{address}.lock")
+    with suppress(FileNotFoundError):
+        os.unlink(f"{address}.lock")
 
 
 if __name__ == "__main__":

@@ -4,16 +4,13 @@ import importlib
 import os
 import sys
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from launching import ROOT
+from launching import ROOT, allow_fsdp_on_cpus
 
 from gpt2_accel import cli
 
 
 def sharded() -> None:
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    allow_fsdp_on_cpus()
     sys.path.append(str(ROOT / "recipes"))
     importlib.import_module(os.environ.get("RECIPE", "train_script")).main()
 

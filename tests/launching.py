@@ -22,7 +22,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
+from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from filelock import FileLock
 from torch.distributed import TCPStore
@@ -287,6 +289,12 @@ def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> TextIO:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(address))
     return connection.makefile("rw")
+
+
+def allow_fsdp_on_cpus() -> None:
+    """Makes Accelerate shard over gloo in this process, which it offers for GPUs only."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def free_port() -> str:

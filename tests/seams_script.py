@@ -4,8 +4,7 @@ import os
 from itertools import count
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
+from launching import allow_fsdp_on_cpus
 from safetensors.torch import save_file
 
 from gpt2_accel import cli
@@ -94,8 +93,7 @@ CASES = {
 
 def main() -> None:
     if "FSDP" in os.environ:
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        allow_fsdp_on_cpus()
     guard.WINDOW = int(os.environ.get("WINDOW", guard.WINDOW))
     train(parse_config(TrainConfig), **CASES[os.environ["CASE"]])
 

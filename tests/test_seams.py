@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 
 import pytest
 import seams_script
@@ -31,7 +30,6 @@ from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.generation.sampling import load
-from gpt2_accel.hf import comparison
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.convert import configured_shape
@@ -482,25 +480,6 @@ def test_a_model_with_buffers_resumes_in_its_own_shape_only(tiny, tmp_path):
     for how in ({"resume_from": last}, {"init_from": str(tmp_path / "whole")}):
         with refused("has n_head = 2: build the model with it, not 4"):
             go(tiny("other", n_head=4, **how), model=buffered)
-
-
-def test_a_model_saved_during_the_first_comparison_is_custom(tiny, tmp_path, monkeypatch):
-    comparing, honest = threading.Event(), comparison.difference
-
-    def slow(model, directory):
-        comparing.set()
-        time.sleep(0.5)
-        return honest(model, directory)
-
-    class Saves:
-        def on_step_end(self, run, skipped):
-            if run.step == 2:
-                assert comparing.wait(60)
-                run.save_model(tmp_path / "mine")
-
-    monkeypatch.setattr(comparison, "difference", slow)
-    go(tiny("run", max_steps=2, save_every=1), model=changed, callbacks=[Saves()])
-    assert "gpt2_accel_custom" in (tmp_path / "mine/config.json").read_text()
 
 
 def test_what_callbacks_ask_for_is_not_lost(tiny, tmp_path):

@@ -8,14 +8,12 @@ import pytest
 import torch
 from conftest import losses, refused, run
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.loader import count_windows, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.estimate.memory import model_shape
-from gpt2_accel.run import Run
 from gpt2_accel.tokenizer import char_tokenizer
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
@@ -25,28 +23,6 @@ GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375
 def test_the_first_ten_losses_equal_the_recorded_ones(tiny):
     metrics = run(tiny(max_steps=10))
     assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
-
-
-def test_the_host_copies_no_numbers_for_the_figures_of_an_update(tiny, monkeypatch):
-    """A GPU would have to finish its work before each of these copies."""
-    copies, honest = [], Run.reduce
-
-    class Copies(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket is torch.ops.aten.lift_fresh:
-                copies.append(func)
-            return func(*args, **(kwargs or {}))
-
-    def reduce(run, figures, grad_norm):
-        with Copies():
-            return honest(run, figures, grad_norm)
-
-    monkeypatch.setattr(Run, "reduce", reduce)
-    run(tiny(max_steps=1))
-    assert copies == []
-    with Copies():
-        torch.as_tensor(1.0)
-    assert len(copies) == 1
 
 
 def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(

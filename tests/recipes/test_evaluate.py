@@ -111,19 +111,15 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     shutil.copytree(model, copied)
 
     def record(task, *flags):
-        flags = (
-            "--data",
-            items / {"text": "text.txt", "hellaswag": "hellaswag.jsonl"}[task],
-            *flags,
-        )
-        run_recipe("evaluate", "--model", copied, "--output", output, "--tasks", task, *flags)
+        data = items / ("text.txt" if task == "text" else "hellaswag.jsonl")
+        flags = ("--tasks", task, "--data", data, *flags)
+        run_recipe("evaluate", "--model", copied, "--output", output, *flags)
         return read_json(output)
 
     first = record("text")[str(copied)]
     assert first["step"] == 250
     second = record("hellaswag", "--limit", "10")[str(copied)]
     assert second["results"].items() > first["results"].items()
-    assert {note.partition(": ")[0] for note in second["notes"]} == {"text", "hellaswag"}
     again = record("hellaswag")[str(copied)]  # replaces the limited evaluation
     assert again["results"].keys() == second["results"].keys()
     assert not any("first 10 items" in note for note in again["notes"])

@@ -154,20 +154,16 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
 # 6: a closed terminal or pipe
 
 
-def piped(config, *before, **streams) -> subprocess.Popen:
-    """Starts a run as a shell does, with pipes."""
-    return subprocess.Popen(
-        [*before, sys.executable, SCRIPT, *as_flags(config)],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        **streams,
-    )
-
-
 def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp_path):
     settings = {"max_steps": 120, "eval_every": 20, "save_every": 60}
     config = tiny("run", **settings)
-    process = piped(config, "nohup", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        ["nohup", sys.executable, SCRIPT, *as_flags(config)],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert b"parameters" in process.stdout.readline()
     process.stdout.close()
     process.stderr.close()

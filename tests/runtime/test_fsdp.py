@@ -6,10 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from conftest import as_flags, long, losses, metrics, reset_accelerate, tiny_config
-from launching import launch, launch_flags, launched
+from launching import allow_fsdp_on_cpus, launch, launch_flags, launched
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,8 +112,7 @@ def sharded(monkeypatch):
         for name, value in environments[rank].items():
             monkeypatch.setenv(name, value)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        allow_fsdp_on_cpus()
         accelerator = build_accelerator()
         model = config.build()
         return accelerator, *prepare(accelerator, model, build_optimizer(model, "adamw", lr=1e-3))

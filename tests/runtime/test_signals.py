@@ -20,6 +20,20 @@ SBATCH = (ROOT / "recipes/cluster/pretrain.sbatch").read_text()
 EXPORTED = dict(re.findall(r"^export (PET_\w+)=(\S+)$", SBATCH, re.MULTILINE))
 
 
+ACCELERATE, SCRIPT = "accelerate.commands.launch", "tests/train_script.py"
+
+
+def started(launcher, *arguments, **variables):
+    """Starts a launcher, a module of Python, on CPUs."""
+    return subprocess.Popen(
+        [sys.executable, "-m", launcher, *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def send_to_all(launcher, number):
     """Sends a signal as Slurm does: to the launcher, which passes it on, and to each of its descendants."""
     for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
@@ -40,16 +54,8 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_pa
     if send is send_to_all:
         settings["total_batch_size"] = 400 * 32  # updates long enough for both signals
     config = tiny("run", **settings)
-    flags = ["--multi_gpu", "--num_processes", "2", "--main_process_port", free_port()]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | EXPORTED
-    launcher = subprocess.Popen(
-        [*command, "tests/train_script.py", *as_flags(config)],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    flags = ("--multi_gpu", "--num_processes", 2, "--main_process_port", free_port())
+    launcher = started(ACCELERATE, *flags, SCRIPT, *as_flags(config), **EXPORTED)
     try:
         wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
         send(launcher.pid, number)
@@ -75,17 +81,7 @@ def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():
 def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
     config = tiny("run", max_steps=10**5)
     for library in ("libtorch_cpu", "tokenizers"):  # what the trainer imports first and late
-        launcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "accelerate.commands.launch",
-                "tests/train_script.py",
-                *as_flags(config),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        )
+        launcher = started(ACCELERATE, SCRIPT, *as_flags(config))
         process = psutil.Process(launcher.pid)
         while not (trainers := [p for p in process.children() if "-m" not in p.cmdline()]):
             assert launcher.poll() is None
@@ -103,13 +99,8 @@ def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
 @long
 def test_torchrun_does_not_restart_a_run_that_a_signal_to_its_process_stopped(tiny, tmp_path):
     config = tiny("run", max_steps=10**5, lr_schedule="constant")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max_restarts", "1"]
-    launcher = subprocess.Popen(
-        [*command, "tests/train_script.py", *as_flags(config)],
-        cwd=ROOT,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-    )
+    flags = ("--standalone", "--max_restarts", 1)
+    launcher = started("torch.distributed.run", *flags, SCRIPT, *as_flags(config))
     try:
         wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
         [trainer] = psutil.Process(launcher.pid).children()
