@@ -43,7 +43,7 @@ def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
     finally:
         muon.orthogonalize = orthogonalize
     held = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    return sum(counts), sum(muon.own_rows(tensor).numel() for tensor in held if tensor.ndim)
+    return sum(counts), sum(muon.own_part(tensor, 1).numel() for tensor in held if tensor.ndim)
 
 
 def main() -> None:

@@ -55,57 +55,65 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def muon_step(self, group: dict) -> None:
-        """Updates the matrices of `group`, batched by shape."""
-        by_shape: dict[tuple[torch.Size, int], list[nn.Parameter]] = {}
+        """Updates the matrices of `group`, those of one shape in one batch: a CPU is slow at many small products."""
+        batches: dict[tuple, list[tuple[nn.Parameter, int]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
-            if param.grad is not None:
-                by_shape.setdefault((param.shape, self.stacked.get(name, 1)), []).append(param)
-        for (shape, stacked), params in by_shape.items():
-            count = shape[0] if len(shape) == 3 else stacked  # a matrix of each expert
-            columns = shape[-1]
-            rows = shape.numel() // columns
-            for param in params:
-                if not self.state[param]:
-                    self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-            grads = [own_rows(param.grad) for param in params if param.grad is not None]
-            buffers = [own_rows(self.state[param]["momentum_buffer"]) for param in params]
+            if param.grad is None:
+                continue
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            count = param.shape[0] if param.ndim == 3 else self.stacked.get(name, 1)
+            key = (param.shape, count) if is_shard(param) else own_part(param, count).shape[1:]
+            batches.setdefault(key, []).append((param, count))
+        for batch in batches.values():
+            parts = [
+                (own_part(p, n), own_part(p.grad, n), own_part(self.state[p]["momentum_buffer"], n))
+                for p, n in batch
+            ]
+            weights, grads, buffers = zip(*parts, strict=True)
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
-            nesterov = torch.stack(torch._foreach_lerp(grads, buffers, self.momentum))
+            nesterov = torch.cat(torch._foreach_lerp(grads, buffers, self.momentum))
             nesterov = nesterov.to(iteration_dtype(nesterov.device))
-            matrices = nesterov.flatten(1, -2)
-            if not is_shard(params[0]):
-                updates = orthogonalize_shared(matrices, count)
-            elif len(shape) == 2:
-                team = params[0].device_mesh.get_group(-1)  # the ranks of this replica
-                updates = orthogonalize_rows(matrices, rows, count, team)
+            param, count = batch[0]
+            if not is_shard(param):
+                updates = orthogonalize_shared(nesterov)
+            elif param.ndim == 2:
+                team = param.device_mesh.get_group(-1)  # the ranks of this replica
+                updates = orthogonalize_rows(nesterov, len(param), count, team)
             else:  # a rank has whole experts, or none
                 own = nesterov.shape[1]
-                updates = orthogonalize(matrices, own) if own else matrices
-            updates = updates.view_as(nesterov).to(params[0].dtype)
-            weights = [own_rows(param) for param in params]
+                updates = orthogonalize(nesterov, own) if own else nesterov
+            updates = updates.to(param.dtype).split([len(part) for part in weights])
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            scale = 0.2 * math.sqrt(max(rows // count, columns))
-            torch._foreach_add_(weights, updates.unbind(), alpha=-scale * group["lr"])
+            columns = param.shape[-1]
+            scale = 0.2 * math.sqrt(max(param.numel() // columns // count, columns))
+            torch._foreach_add_(weights, updates, alpha=-scale * group["lr"])
 
 
-def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's rows of a tensor that FSDP2 has sharded, any other tensor itself. Both share their memory."""
-    return tensor.to_local() if is_shard(tensor) else tensor
+def own_part(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns this rank's rows of a tensor that FSDP2 has sharded, (1, rows, columns), of experts (1, experts, rows, columns).
+
+    Of any other tensor returns the `count` matrices that it stacks, (count, fewer, more): tall ones are transposed. Both
+    share their memory with the tensor."""
+    if is_shard(tensor):
+        return tensor.to_local()[None]
+    matrices = tensor.view(count, -1, tensor.shape[-1])
+    return matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
 
 
-def orthogonalize_shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
+def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
     """Orthogonalizes matrices that are equal on all ranks: each rank takes a share, the results are gathered.
 
-    matrices: (N, rows, columns), each a stack of `count` -> the same shape.
+    matrices: (N, rows, columns) -> the same shape.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
-        return orthogonalize(matrices, count)
+        return orthogonalize(matrices)
     share, rank = -(-len(matrices) // ranks), dist.get_rank()
     own = matrices[rank * share : (rank + 1) * share]
     padded = matrices.new_zeros(share, *matrices.shape[1:])
     if len(own):
-        padded[: len(own)] = orthogonalize(own, count)
+        padded[: len(own)] = orthogonalize(own)
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded)
     return torch.cat(gathered)[: len(matrices)]
@@ -152,12 +160,12 @@ def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> tor
     matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random square matrices have, grow by a factor
     of up to 485 and may stay below 0.5.
 
-    matrices: (N, rows, columns), any float dtype, each a stack of `count` along its rows -> the same shape, in bf16 (fp32 on a
-    CPU without bf16 units).
+    matrices: (N, rows, columns) or (N, experts, rows, columns), any float dtype, each a stack of `count` along its rows -> the
+    same shape, in bf16 (fp32 on a CPU without bf16 units).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices.to(iteration_dtype(matrices.device)).view(
-        len(matrices) * count, -1, matrices.shape[2]
+        len(matrices) * count, -1, matrices.shape[-1]
     )
     tall = x.shape[-2] > x.shape[-1]
     if tall:
