@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,19 +102,20 @@ def difference(model: LanguageModel, directory: Path) -> float:
     shape = 1, min(TOKENS, config.n_positions)
     input_ids = torch.randint(config.vocab_size, shape, generator=generator)
     model.separator = None
-    with evaluating(model), parameters_in_fp32(model):
+    with evaluating(model), in_fp32(model):
         logits = model(input_ids)
     return ((logits - theirs(input_ids).logits).abs().max() / logits.std()).item()
 
 
 @contextmanager
-def parameters_in_fp32(model: LanguageModel) -> Iterator[None]:
-    """Replaces parameters in bf16 by copies in fp32 inside the block."""
-    own = [(parameter, parameter.data) for parameter in model.parameters()]
-    for parameter, data in own:
-        parameter.data = data.float()
+def in_fp32(model: LanguageModel) -> Iterator[None]:
+    """Replaces parameters and buffers in bf16 by copies in fp32 inside the block."""
+    tensors = chain(model.parameters(), model.buffers())
+    own = [(tensor, tensor.data) for tensor in tensors if tensor.dtype == torch.bfloat16]
+    for tensor, data in own:
+        tensor.data = data.float()
     try:
         yield
     finally:
-        for parameter, data in own:
-            parameter.data = data
+        for tensor, data in own:
+            tensor.data = data
