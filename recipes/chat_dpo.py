@@ -57,15 +57,16 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     pairs = manifest["splits"]["train"]["documents"]
     if config.sequence_length not in (None, length):
         raise ValueError(
-            f"a pair of {config.data_dir} has {length} tokens: leave out --sequence_length; --max_length limits the tokens of "
-            "an answer with its prompt"
+            f"a pair of {config.data_dir} has {length} tokens: leave out --sequence_length; "
+            "--max_length limits the tokens of an answer with its prompt"
         )
     largest = min(BATCH, 2 ** int(math.log2(pairs)))
     batch = config.batch_size or -(-largest // processes) * processes
     total = config.total_batch_size or batch * length
     if config.batch_size and total != batch * length:
         raise ValueError(
-            f"batch_size {batch} is {batch * length} tokens per update, total_batch_size {total}: leave one out"
+            f"batch_size {batch} is {batch * length} tokens per update, total_batch_size {total}: "
+            "leave one out"
         )
     config.total_batch_size = total
     config.micro_batch_size = (

@@ -107,7 +107,8 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
     shape = read_config(directory)
     if longest and longest > shape.n_positions:
         raise ValueError(
-            f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give fewer"
+            f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give "
+            "fewer"
         )
     content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, longest
     folder = run_dir / f"data-{sha256(repr(content).encode()).hexdigest()[:8]}"
@@ -116,8 +117,9 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
         return
     if list_checkpoints(run_dir) and not config.ignore_changes:
         raise ValueError(
-            f"{file}, the model or the length of a window has changed since the run in {run_dir} began: choose another "
-            "--output_dir for a new run, or continue it with --ignore_changes"
+            f"{file}, the model or the length of a window has changed since the run in {run_dir} "
+            "began: choose another --output_dir for a new run, or continue it with "
+            "--ignore_changes"
         )
     manifest = prepare_conversations(
         [str(file)],
@@ -145,8 +147,9 @@ def find_model(config: ChatSFT, pairs: bool = False) -> None:
     command += " --pairs" * pairs
     if not (folder / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no prepared conversations: give a file by --data and its model by --model, or make them by "
-            f"{command} FILE_OR_HUB_ID --model MODEL --sequence_length 1024 --data_dir {shlex.quote(str(folder))}"
+            f"{folder} holds no prepared conversations: give a file by --data and its model by "
+            f"--model, or make them by {command} FILE_OR_HUB_ID --model MODEL --sequence_length "
+            f"1024 --data_dir {shlex.quote(str(folder))}"
         )
     if not read_manifest(folder).get("sequence_length"):
         raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")
@@ -157,7 +160,8 @@ def find_model(config: ChatSFT, pairs: bool = False) -> None:
             name = os.path.relpath(folder / name)
         elif name.startswith(".") or name.count("/") != 1:
             raise FileNotFoundError(
-                f"{folder / name}, the model that {folder} was prepared for, is not there: give it by --model"
+                f"{folder / name}, the model that {folder} was prepared for, is not there: give it "
+                "by --model"
             )
         config.init_from = name
 
@@ -203,8 +207,9 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
     few = train["documents"] is not None and train["documents"] < FEW
     warning = f"; too few conversations to learn from: {train['documents']}" if few else ""
     return (
-        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps * batch / windows:.3g} epochs of {plural(windows, 'window')}, "
-        f"learning rate {config.learning_rate:g}, warmup {config.warmup_steps:,}, evaluation every {every:,}{warning}"
+        f"{steps:,} updates of {batch:,} x {length:,} tokens, {steps * batch / windows:.3g} epochs "
+        f"of {plural(windows, 'window')}, learning rate {config.learning_rate:g}, warmup "
+        f"{config.warmup_steps:,}, evaluation every {every:,}{warning}"
     )
 
 

@@ -79,8 +79,10 @@ class Evaluate(ModelChoice):
         names = dict.fromkeys(name for given in self.tasks for name in given.split(",") if name)
         if other := next((name for name in names if name not in TASKS + SPLITS), None):
             raise ValueError(
-                f"--tasks {other}: the tasks are {', '.join(TASKS + SPLITS)}; lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', "
-                f"and lm_eval --model hf --model_args {shlex.quote(f'pretrained={self.model[0]},dtype=float32')} --tasks "
+                f"--tasks {other}: the tasks are {', '.join(TASKS + SPLITS)}; "
+                "lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', and lm_eval "
+                "--model hf --model_args "
+                f"{shlex.quote(f'pretrained={self.model[0]},dtype=float32')} --tasks "
                 f"{shlex.quote(other)}"
             )
         self.tasks = [name for name in names if name in TASKS]

@@ -190,8 +190,9 @@ def main() -> None:
             )
         write_file(path, text)
     print(
-        f"{config.output}: {len(rows):,} conversations on {len(known)} functions and {config.invented:,} invented names; "
-        f"held out are {len(held_out):,} questions on the same functions and {HELD_OUT_NAMES} on other invented names"
+        f"{config.output}: {len(rows):,} conversations on {len(known)} functions and "
+        f"{config.invented:,} invented names; held out are {len(held_out):,} questions on the same "
+        f"functions and {HELD_OUT_NAMES} on other invented names"
     )
 
 

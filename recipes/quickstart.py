@@ -60,8 +60,9 @@ class Quickstart(TrainConfig):
     warmup_steps: int = 10
     weight_decay: float | None = setting(
         None,
-        "decay of matrices and embeddings; default that of the run that continues, else 0.3, or 1.6 if the text has "
-        f"less than {LITTLE} tokens per parameter and is read {OFTEN} times or more",
+        "decay of matrices and embeddings; default that of the run that continues, else 0.3, or "
+        f"1.6 if the text has less than {LITTLE} tokens per parameter and is read {OFTEN} times "
+        "or more",
     )
     beta2: float = 0.99
 
@@ -77,8 +78,8 @@ def check_prepared(config: Quickstart) -> None:
     found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, found):
         raise ValueError(
-            f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: leave out "
-            "--vocab_size"
+            f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: "
+            "leave out --vocab_size"
         )
 
 
@@ -126,7 +127,8 @@ def decay_for(config: Quickstart) -> float:
     if tokens >= LITTLE * parameters or passes < OFTEN or config.init_from:
         return 0.3
     processes().print(
-        f"weight decay 1.6 in place of 0.3: {tokens:,} tokens for {parameters:,} parameters, read {passes:.2g} times"
+        f"weight decay 1.6 in place of 0.3: {tokens:,} tokens for {parameters:,} parameters, read "
+        f"{passes:.2g} times"
     )
     return 1.6
 

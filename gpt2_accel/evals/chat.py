@@ -108,6 +108,7 @@ def read_question(
         raise ValueError(f"{item.place} has a prompt that cannot be answered: {error}") from error
     if tokens >= n_positions:
         raise ValueError(
-            f"{item.place} has a prompt of {tokens:,} tokens, and the model reads {n_positions:,}: remove it"
+            f"{item.place} has a prompt of {tokens:,} tokens, and the model reads {n_positions:,}: "
+            "remove it"
         )
     return ChatQuestion(messages, tokens, answer, group)

@@ -86,7 +86,8 @@ def open_bundle(source: str | Path | None = None) -> Path:
         return next(Path(folder).rglob("core.yaml")).parent
     except (OSError, ValueError, StopIteration) as error:
         raise FileNotFoundError(
-            f"{place} cannot be read as DCLM's bundle, with core.yaml ({first_line(error)}): give its folder, ZIP file or URL"
+            f"{place} cannot be read as DCLM's bundle, with core.yaml ({first_line(error)}): give "
+            "its folder, ZIP file or URL"
         ) from error
 
 
@@ -184,8 +185,8 @@ class Core:
             counts["core/unaligned_items"] += contexts[0] < len(before)
         if not min(contexts):
             raise ValueError(
-                f"an item of {task.name} has nothing before its answer, and the tokenizer has no token "
-                "that begins a text: remove the item, or use a model with another tokenizer"
+                f"an item of {task.name} has nothing before its answer, and the tokenizer has no "
+                "token that begins a text: remove the item, or use a model with another tokenizer"
             )
         rows = []
         for own, context in zip(ids, contexts, strict=True):

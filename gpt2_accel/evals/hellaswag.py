@@ -48,12 +48,13 @@ class HellaSwag(LikelihoodTask):
         skipped = len(items) - len(self.questions)
         if not self.questions:
             raise ValueError(
-                f"no HellaSwag item has endings that fit into the model's n_positions ({limit}): use a model with "
-                "more positions"
+                f"no HellaSwag item has endings that fit into the model's n_positions ({limit}): "
+                "use a model with more positions"
             )
         self.notes = [
-            f"hellaswag: {len(items):,} items: {cut:,} contexts are too long for {limit:,} positions and cut from the left, "
-            f"{skipped:,} items are skipped as an ending has more than {limit:,} tokens"
+            f"hellaswag: {len(items):,} items: {cut:,} contexts are too long for {limit:,} "
+            f"positions and cut from the left, {skipped:,} items are skipped as an ending has more "
+            f"than {limit:,} tokens"
         ]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
@@ -82,6 +83,7 @@ def read_fields(item: Item) -> tuple[str, list[str], int]:
     label = item.field("label", int | str)
     if str(label) not in map(str, range(len(endings))):
         raise ValueError(
-            f"{item.place} has label = {label!r}: expected the index of an ending, 0 to {len(endings) - 1}"
+            f"{item.place} has label = {label!r}: expected the index of an ending, 0 to "
+            f"{len(endings) - 1}"
         )
     return context, endings, int(label)

@@ -64,6 +64,7 @@ def hub_items(option: str) -> list[Item]:
         )
     except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
         raise FileNotFoundError(
-            f"{HELLASWAG} cannot be read from the Hub: connect to it, or give {option} ({first_line(error)})"
+            f"{HELLASWAG} cannot be read from the Hub: connect to it, or give {option} "
+            f"({first_line(error)})"
         ) from error
     return read_items(path)

@@ -61,7 +61,7 @@ def fit(
     length = tokens(start)
     if length >= n_positions:
         raise ValueError(
-            f"the last message has {length:,} tokens with the chat template and the system prompt, and the model reads "
-            f"{n_positions:,}: write less"
+            f"the last message has {length:,} tokens with the chat template and the system prompt, "
+            f"and the model reads {n_positions:,}: write less"
         )
     return [*system, *turns[start:]], length

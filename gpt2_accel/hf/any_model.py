@@ -29,7 +29,8 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"transformers has no model of the type {model_type!r} without remote code: choose another, or a newer transformers"
+            f"transformers has no model of the type {model_type!r} without remote code: choose "
+            "another, or a newer transformers"
         )
     kind = CONFIG_MAPPING[model_type]
     config = kind.from_dict(kind._decode_special_floats(dict(values)))  # such as infinity
@@ -48,7 +49,8 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
         raise ValueError(f"{name} fails on a text with this config: {sentence(error)}") from error
     if later:
         raise ValueError(
-            f"{name} sees later tokens, so it cannot learn to predict them: choose a causal language model"
+            f"{name} sees later tokens, so it cannot learn to predict them: choose a causal "
+            "language model"
         )
     return shape
 

@@ -71,7 +71,8 @@ class ModelFiles:
                 write(custom=self.custom)
         if self.custom:
             self.print_line(
-                f"transformers cannot open this model ({self.custom}): it is saved in a form of its own, see its README.md"
+                f"transformers cannot open this model ({self.custom}): it is saved in a form of "
+                "its own, see its README.md"
             )
 
 

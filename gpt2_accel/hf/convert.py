@@ -163,8 +163,8 @@ def describe(config: ModelConfig) -> str:
     kind = config.architecture if any_class else conversion(config.architecture).name
     return (
         f"A {kind} of {config.parameter_count:,} parameters: {config.n_layer} layers, "
-        f"{config.n_head} heads, {config.n_embd} wide, {config.n_positions:,} positions, a vocabulary of "
-        f"{config.vocab_size:,}."
+        f"{config.n_head} heads, {config.n_embd} wide, {config.n_positions:,} positions, a "
+        f"vocabulary of {config.vocab_size:,}."
     )
 
 
@@ -334,8 +334,8 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
     model_type = values.get("model_type")
     if model_type == CUSTOM:
         raise ValueError(
-            f"it is a model of the class {values.get('class')}, which transformers does not have: name its code by "
-            "--model_class FILE.py:CLASS"
+            f"it is a model of the class {values.get('class')}, which transformers does not have: "
+            "name its code by --model_class FILE.py:CLASS"
         )
     file = values.get("transformers_weights")
     if file:
@@ -365,8 +365,8 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
     if name in (None, *ARCHITECTURES):
         if settings.attn_implementation:
             raise ValueError(
-                "--attn_implementation is for a class of transformers: name a model by --init_from or a config.json by "
-                "--architecture, or leave it out"
+                "--attn_implementation is for a class of transformers: name a model by "
+                "--init_from or a config.json by --architecture, or leave it out"
             )
         return config_class(name).from_settings(settings, vocab_size)
     shape = read_config(name, settings.dropout, settings.attn_implementation)
@@ -374,7 +374,8 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
         asked = getattr(settings, size) if size in settings.given else None
         if asked not in (None, getattr(type(settings), size), getattr(shape, size, None)):
             raise ValueError(
-                f"--{size} {asked} is not what the config.json of {name} says: leave it out, or change the file"
+                f"--{size} {asked} is not what the config.json of {name} says: leave it out, or "
+                "change the file"
             )
     if isinstance(shape, AnyConfig):
         return shape.changed(vocab_size=vocab_size)

@@ -68,8 +68,8 @@ def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
         return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{name} is neither a folder nor a model on the Hub that can be reached: check its name "
-            f"and the connection ({first_line(error)})"
+            f"{name} is neither a folder nor a model on the Hub that can be reached: check its "
+            f"name and the connection ({first_line(error)})"
         ) from error
 
 
@@ -87,7 +87,8 @@ def check_push(repo_id: str) -> None:
         raise ValueError(f"{repo_id!r} is not a name for a Hub repository: give USER/NAME")
     if get_token() is None:
         raise ValueError(
-            "a push to the Hub needs a login: run `hf auth login`, or set HF_TOKEN to a token that may write there"
+            "a push to the Hub needs a login: run `hf auth login`, or set HF_TOKEN to a token "
+            "that may write there"
         )
 
 
@@ -148,7 +149,8 @@ def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "
         except Exception as error:  # from the client, its HTTP library or the network
             if pause is None:
                 raise OSError(
-                    f"could not upload to {repo_id} ({first_line(error)}): check the connection and the login, `hf auth "
-                    "login` or an HF_TOKEN that may write there, and push again"
+                    f"could not upload to {repo_id} ({first_line(error)}): check the connection "
+                    "and the login, `hf auth login` or an HF_TOKEN that may write there, and push "
+                    "again"
                 ) from error
             time.sleep(pause)

@@ -75,8 +75,8 @@ def weight_files(directory: Path) -> list[Path]:
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: give the directory of a whole model with safetensors, which save_pretrained of "
-                "transformers writes"
+                f"{path} is missing: give the directory of a whole model with safetensors, which "
+                "save_pretrained of transformers writes"
             )
     return files
 

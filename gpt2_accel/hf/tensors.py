@@ -86,8 +86,8 @@ def fitting(
         shape = own[key].shape if key in own else tensor.shape
         if tensor.shape != shape or tensor.dtype not in DTYPES:
             raise ValueError(
-                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, {tensor.dtype}, expected "
-                f"{tuple(shape)}, fp32, fp16 or bf16"
+                f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "
+                f"{tensor.dtype}, expected {tuple(shape)}, fp32, fp16 or bf16"
             )
     return found
 
@@ -119,5 +119,6 @@ def check_finite(model: LanguageModel, source: str | Path = "the model") -> None
     for key, tensor in to_hf(model).items():
         if not tensor.isfinite().all():
             raise ValueError(
-                f"{key} of {source} holds NaN or infinite weights: take another, such as an earlier checkpoint"
+                f"{key} of {source} holds NaN or infinite weights: take another, such as an "
+                "earlier checkpoint"
             )

@@ -45,8 +45,8 @@ def read_checkpoint(path: str | Path) -> GPT:
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt that its train script wrote, "
-            "with the model's weights and arguments"
+            f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt "
+            "that its train script wrote, with the model's weights and arguments"
         ) from error
     converted = {}
     for key, tensor in tensors.items():
@@ -72,6 +72,7 @@ def load_pickle(path: Path) -> Any:
             return torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # a damaged pickle raises any of them
         raise ValueError(
-            f"{path} is damaged, or holds more than tensors and plain values and is refused, since loading it could run "
-            "code: copy it again, or save its state dict and its arguments alone"
+            f"{path} is damaged, or holds more than tensors and plain values and is refused, since "
+            "loading it could run code: copy it again, or save its state dict and its arguments "
+            "alone"
         ) from error

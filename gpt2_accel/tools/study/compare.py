@@ -69,7 +69,8 @@ class Study:
         for name, values in self.tune.items():
             if not isinstance(values, list) or len(values) < 2:
                 raise ValueError(
-                    f"tune: {name} is {values!r}: give each setting a list of values; all combinations are trained"
+                    f"tune: {name} is {values!r}: give each setting a list of values; all "
+                    "combinations are trained"
                 )
             for variant, own in self.variants.items():
                 if name in own:
@@ -139,7 +140,8 @@ def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
         if share is not None:
             if "warmup_steps" in trial.changes or not 0 <= float(share) <= 1:
                 raise ValueError(
-                    f"{trial.label}: {WARMUP} is {share!r}: give a number from 0 to 1, and no warmup_steps"
+                    f"{trial.label}: {WARMUP} is {share!r}: give a number from 0 to 1, and no "
+                    "warmup_steps"
                 )
             trial.changes["warmup_steps"] = round(share * updates)
         if not trial.config.eval_every:

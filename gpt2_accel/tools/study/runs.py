@@ -128,7 +128,8 @@ class StudyOptions:
         count = int(os.environ.get("WORLD_SIZE", 1))
         if count > 1:
             raise ValueError(
-                f"the launch has {count} processes: a study has one, and starts a run on each GPU itself"
+                f"the launch has {count} processes: a study has one, and starts a run on each GPU "
+                "itself"
             )
         if find_spec("scipy") is None:
             raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")

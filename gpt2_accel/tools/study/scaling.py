@@ -127,8 +127,8 @@ class Law:
         if self.holds:
             return f"the runs do not refuse the form of the law: {test}; the residuals spread by {self.spread:.4f} nats"
         return (
-            f"do not extrapolate this law: its form does not hold over its own runs, and no interval covers that error ({test}); "
-            "add a larger budget and leave out the smallest"
+            "do not extrapolate this law: its form does not hold over its own runs, and no "
+            f"interval covers that error ({test}); add a larger budget and leave out the smallest"
         )
 
     def loss(self, N: Any, D: Any) -> Any:
@@ -221,9 +221,10 @@ class Grid:
             epochs = self.epochs(trial)
             if updates < FEWEST_UPDATES or epochs > self.max_epochs:
                 raise ValueError(
-                    f"run {trial.label} has {updates} updates and reads the data {epochs:.2g} times, and a run needs "
-                    f"{FEWEST_UPDATES} updates and may read it {self.max_epochs:g} times: prepare more text, change --budgets or "
-                    "--sizes, or raise --max_epochs"
+                    f"run {trial.label} has {updates} updates and reads the data {epochs:.2g} "
+                    f"times, and a run needs {FEWEST_UPDATES} updates and may read it "
+                    f"{self.max_epochs:g} times: prepare more text, change --budgets or --sizes, "
+                    "or raise --max_epochs"
                 )
         return chosen
 
@@ -263,7 +264,8 @@ class Grid:
         lines = []
         if law is None:
             lines.append(
-                f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} budgets"
+                f"no law: a fit needs at least {FEWEST_RUNS} finished runs and {FEWEST_BUDGETS} "
+                "budgets"
             )
         else:
             rows = {name: [f"{value:.4g}"] for name, value in law.law.items()}
@@ -275,8 +277,8 @@ class Grid:
             lowest = min(trials, key=self.queue.metric)
             if lowest in (trials[0], trials[-1]):
                 lines.append(
-                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the sizes: its minimum is not certain: "
-                    "give other --sizes or --budgets"
+                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the "
+                    "sizes: its minimum is not certain: give other --sizes or --budgets"
                 )
         lines += self.queue.caveats(self.runs)
         parts.append("\n".join(f"- {line}" for line in lines))
@@ -297,9 +299,10 @@ class Grid:
         if law.holds:
             sure = f"95% interval ± {law.half_width(N, D):.4f}"
         lines = [
-            f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} times the largest budget, has "
-            f"{short_number(N)} parameters and {short_number(D)} tokens, {epochs:.2g} times the data: "
-            f"val/loss {law.loss(N, D):.4f}, {sure}, by these settings and on this text",
+            f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} "
+            f"times the largest budget, has {short_number(N)} parameters and {short_number(D)} "
+            f"tokens, {epochs:.2g} times the data: val/loss {law.loss(N, D):.4f}, {sure}, by "
+            "these settings and on this text",
             f"train it: gpt2-accel {run.recipe.stem} {command}",
         ]
         if epochs > self.max_epochs:
