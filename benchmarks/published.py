@@ -14,7 +14,7 @@ import pandas as pd
 from table import markdown
 
 from gpt2_accel.tools.study import compare
-from gpt2_accel.tools.study.scaling import fit
+from gpt2_accel.tools.study.scaling import LEVEL, fit
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
@@ -103,7 +103,7 @@ def law_column(
         "standard deviation of the residuals": f"{found.spread:.3f}",
         "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
         "test of the form": "p < 0.001" if found.form < 0.001 else f"p = {found.form:.2g}",
-        "form": "holds" if found.holds else "refused",
+        "form": "refused" if found.form < LEVEL else "holds",
         "loss of 2 layers of 160": f"{found.loss(*target):.3f} after {target[1] / 1e6:.2f}M tokens",
     }
 

@@ -120,7 +120,6 @@ class StudyOptions:
 
     output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
-    keep_models: bool = setting(False, "keep the weights and checkpoints of recorded runs")
     dry_run: bool = setting(False, "print the runs and their FLOPs, then exit")
 
     def __post_init__(self) -> None:
@@ -136,7 +135,7 @@ class StudyOptions:
 
     def queue(self, folder: str) -> "Queue":
         """Returns the queue of a study in `output_dir`, by default `folder`."""
-        return Queue(Path(self.output_dir or folder), slots()[: self.processes], self.keep_models)
+        return Queue(Path(self.output_dir or folder), slots()[: self.processes])
 
 
 def slots() -> list[str]:
@@ -155,13 +154,12 @@ class Queue:
     """Trains runs in `folder`, one in each of `slots`, and records them in its `runs.csv`. A run in
     this table is done.
 
-    With `keep_models` the weights and checkpoints of a recorded run stay. `rows` has the recorded
-    runs by id, `failed` the ids of those that failed.
+    The weights and checkpoints of a recorded run are removed. `rows` has the recorded runs by id,
+    `failed` the ids of those that failed.
     """
 
     folder: Path
     slots: Sequence[str]
-    keep_models: bool = False
 
     def __post_init__(self) -> None:
         self.table = self.folder / "runs.csv"
@@ -256,7 +254,7 @@ class Queue:
                 self.rows |= read_table(self.table) | {trial.id: row}
                 write_table(self.table, self.rows.values())
             for kind in ("latest", "best", "checkpoint-*", "*.safetensors"):
-                for path in [] if self.keep_models else folder.glob(kind):
+                for path in folder.glob(kind):
                     remove(path)
         elif stop.reason is None:
             self.failed.add(trial.id)

@@ -50,7 +50,7 @@ LEAST = 0.02  # of both
 MOST = 3.0
 EXACT = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14, "max_nfev": 10_000}
 ZERO = 1e-6  # nats below which a term of the law counts as 0
-LEVEL = 0.05  # p-value below which the form of a law is refused
+LEVEL = 0.05  # p-value below which a law gives no interval
 QUIET = {"eval_every": 10**9, "sample_every": 0}  # only the last update is evaluated
 FIXED = {"optimizer": "muon", "lr_schedule": "linear", "min_lr_ratio": 0.0, "beta2": 0.99}
 
@@ -114,22 +114,6 @@ class Law:
         E, a, alpha, b, beta = self.values.tolist()
         N0, D0 = self.centre.tolist()
         return {"E": E, "A": a * N0**alpha, "alpha": alpha, "B": b * D0**beta, "beta": beta}
-
-    @property
-    def holds(self) -> bool:
-        """Whether the test does not refuse the law's form. If it does, no interval has a stated
-        coverage."""
-        return self.form >= LEVEL
-
-    def remark(self) -> str:
-        """Returns whether the law's form holds over its runs."""
-        test = f"p = {self.form:.2g} that the residuals of all budgets have the same mean"
-        if self.holds:
-            return f"the runs do not refuse the form of the law: {test}; the residuals spread by {self.spread:.4f} nats"
-        return (
-            "do not extrapolate this law: its form does not hold over its own runs, and no "
-            f"interval covers that error ({test}); add a larger budget and leave out the smallest"
-        )
 
     def loss(self, N: Any, D: Any) -> Any:
         """Returns the loss in nats per token of N parameters after D tokens."""
@@ -270,7 +254,12 @@ class Grid:
         else:
             rows = {name: [f"{value:.4g}"] for name, value in law.law.items()}
             parts.append(markdown(("law", "value"), rows))
-            lines.append(law.remark())
+            lines.append(
+                f"p = {law.form:.2g} that the residuals of all budgets have the same mean: below "
+                f"{LEVEL} the form of the law does not hold over its own runs, so do not extrapolate "
+                "it; add a larger budget and leave out the smallest"
+            )
+            lines.append(f"the residuals spread by {law.spread:.4f} nats")
             if target:
                 lines += self.target_remarks(law, target)
         for budget, trials in self.by_budget.items():
@@ -295,8 +284,8 @@ class Grid:
         N = run.shape.parameter_count
         D = run.tokens
         epochs = self.epochs(run)
-        sure = "without an interval, since the form of the law does not hold"
-        if law.holds:
+        sure = "without an interval"
+        if law.form >= LEVEL:
             sure = f"95% interval ± {law.half_width(N, D):.4f}"
         lines = [
             f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} "
