@@ -1,4 +1,5 @@
-"""Tiny models of families of `transformers` that the package has no module for, as a user's directories."""
+"""Tiny models: of the architectures in `models/`, and of families of `transformers` that the package has no module for, as a
+user's directories."""
 
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tokenizers import (
 )
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from gpt2_accel.models import ModelConfig, config_class
 from gpt2_accel.tokenizer import byte_symbols, byte_tokenizer
 
 SIZES = {
@@ -46,6 +48,14 @@ FAMILIES = {
     "phi3": {},
     "granite": {"logits_scaling": 2.0},
 }
+
+
+def own_shape(architecture: str, **changes: object) -> ModelConfig:
+    """Returns a small shape of an architecture in `models/`."""
+    sizes = {"vocab_size": 257, "n_positions": 48, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    if architecture != "gpt2":
+        sizes |= {"n_kv_head": 1, "head_dim": 16, "n_inner": 64}
+    return config_class(architecture)(**sizes | changes)
 
 
 def family_model(kind: str, **changes: object) -> torch.nn.Module:

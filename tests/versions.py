@@ -25,7 +25,7 @@ PACKAGES = (
 TESTS = (
     *("models", "generation", "checkpoint", "evals/test_evals.py", "test_train.py"),
     *("data/test_loader.py", "data/test_prepare.py", "data/test_shards.py", "test_tokenizer.py"),
-    *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py", "hf/test_model_card.py"),
+    *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py"),
     *("test_config.py", "runtime/test_launch.py::test_the_headline_command"),
     "runtime/test_accelerate_config.py",
     *("data/test_conversations.py", "data/test_pairs.py"),

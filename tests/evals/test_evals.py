@@ -22,7 +22,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
-from gpt2_accel.evals.likelihood import Row, encode_question, log_likelihoods
+from gpt2_accel.evals.likelihood import encode_question, log_likelihoods
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
@@ -61,11 +61,8 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     model, hf = models
     items = hellaswag_items(30, seed=1)
     task = build_hellaswag(items)
-    assert (
-        5
-        < sum(max(len(row.ids) for row in question) > POSITIONS + 1 for question in task.questions)
-        < 25
-    )
+    longest = [max(len(row.ids) for row in question) for question in task.questions]
+    assert min(longest) < POSITIONS < max(longest)  # some are cut
     right = {"acc": [], "acc_norm_per_token": [], "acc_norm_per_char": []}
     found = log_likelihoods(accelerator, model, task.questions)
     for item, row in zip(items, found, strict=True):
@@ -181,6 +178,8 @@ def test_bad_items_are_refused_by_number():
         items[2] |= change
         with refused(message):
             build_hellaswag(items)
+    with refused("item 5 has an empty context or continuation"):
+        encode_question(byte_tokenizer(), "a", ["  "], "item 5")
     del items[2]["ctx"]
     with refused("item 2 has no field 'ctx'"):
         build_hellaswag(items)
@@ -195,23 +194,6 @@ def test_items_with_endings_that_do_not_fit_are_skipped():
     assert task.questions == rest.questions and task.labels == rest.labels
     with refused("no HellaSwag item has endings that fit"):
         build_hellaswag([items[3]])
-
-
-def test_questions_of_any_shape_are_scored_alike(accelerator, models):
-    """One continuation or several, in one call or each alone, cut or not: CORE's tasks have all of these."""
-    model, _ = models
-    kinds = [("the cat", [" sat", " on a mat"]), ("a", [" dog"]), ("b " * 40 + "x", [" y", " z"])]
-    questions = [encode_question(byte_tokenizer(), *kind, "") for kind in kinds]
-    questions.append([Row([256, *b"the cat sat on the mat " * 2], 1)])
-    together = log_likelihoods(accelerator, model, questions)
-    for question, found in zip(questions, together, strict=True):
-        for row, value in zip(question, found, strict=True):
-            ids = row.ids[-(POSITIONS + 1) :]
-            alone = [[Row(ids, len(ids) - row.predicted)]]
-            assert log_likelihoods(accelerator, model, alone) == [[pytest.approx(value, abs=1e-4)]]
-    for case in (("a", ["b", ""]), ("a", ["  "]), (" ", ["b"])):
-        with refused("item 5 has an empty context or continuation"):
-            encode_question(byte_tokenizer(), *case, "item 5")
 
 
 def test_items_of_a_file(tmp_path):

@@ -26,12 +26,9 @@ def load(tmp_path, monkeypatch):
     return load_file
 
 
-def test_formulas():
-    loss = {"loss": 0.75, "loss_stderr": 0.125}
-    assert formulas.mean_loss([2.0, 1.0], [3, 1]) == loss
-    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}
+def test_losses_at_the_limits():
+    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}  # no standard error of one window
     assert formulas.token_loss([2e6], [1])["perplexity"] == math.inf
-    assert formulas.token_loss([math.log(2) * 3], [2], 2)["bits_per_byte"] == pytest.approx(1.5)
     with pytest.raises(ValueError):
         formulas.mean_loss([], [])
 
@@ -68,12 +65,8 @@ def test_the_validation_loss_of_training_has_the_digits_of_the_metric(accelerato
     windows = per_window(accelerator, model, loader, token_losses, "")
     nats, tokens = windows["loss"].tolist(), windows["counted"].int().tolist()
     text_bytes = sum(tokens) * loader.bytes_per_token
-    for sizes in ([10], [3, 7], [1] * 10):
-        loss = load("token_loss")
-        order = iter(torch.randperm(10).tolist())
-        for size in sizes:
-            batch = [next(order) for _ in range(size)]
-            loss.add_batch(nats=[nats[i] for i in batch], tokens=[tokens[i] for i in batch])
-        found = loss.compute(text_bytes=text_bytes)
-        assert {f"val/{name}": value for name, value in found.items()} == logged
-    assert "nats: the negative log-likelihood" in loss.description
+    loss = load("token_loss")
+    for part in (slice(7, 10), slice(0, 7)):
+        loss.add_batch(nats=nats[part], tokens=tokens[part])
+    found = loss.compute(text_bytes=text_bytes)
+    assert {f"val/{name}": value for name, value in found.items()} == logged

@@ -13,7 +13,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
@@ -119,18 +119,6 @@ def test_without_trl_the_labels_are_the_same_or_the_template_is_refused(
     assert tokenizer.decode(ids[counts]) == counted
 
 
-def test_the_three_checks_of_trl_say_yes(chat_base, tmp_path):
-    trl = pytest.importorskip("trl.chat_template_utils")
-    bpe = train_bpe(["some text, and more of the text"], 270)
-    shape = GPTConfig(len(bpe), n_positions=64, n_layer=1, n_head=1, n_embd=8)
-    save_pretrained(GPT(shape), tmp_path, bpe)
-    for name in (chat_base, tmp_path):
-        tokenizer = chat_tokenizer(name)
-        assert trl.has_generation_markers(tokenizer.chat_template)
-        assert trl.is_chat_template_prefix_preserving(tokenizer)
-        assert trl.is_chat_template_stop_token_trained(tokenizer)
-
-
 def with_template(base, folder, template):
     shutil.copytree(base, folder)
     tokenizer = load_tokenizer(folder)
@@ -181,44 +169,46 @@ def test_a_template_that_cannot_be_trained_with(chat_base, template, tmp_path):
     assert chat_tokenizer(folder, chatml=True).chat_template == CHATML
 
 
+SIZES = {"n_positions": 32, "n_layer": 1, "n_head": 2, "n_embd": 16}
+UNTIED = {"n_kv_head": 1, "head_dim": 8, "n_inner": 32, "tied": False}
+
+
 @pytest.mark.parametrize(
     "config, known",
     [
-        (GPTConfig(257, n_positions=32, n_layer=1, n_head=2, n_embd=16), 257),
-        (GPTConfig(384, n_positions=32, n_layer=1, n_head=2, n_embd=16), 384),
-        (LlamaConfig(300, 32, 1, 2, 1, 8, 16, 32, tied=False), 290),
+        (GPTConfig(257, **SIZES), 257),
+        (GPTConfig(384, **SIZES), 384),
+        (LlamaConfig(300, **SIZES, **UNTIED), 290),
     ],
     ids=["padding rows", "grows", "rows beyond the tokenizer, untied"],
 )
 def test_new_rows_are_the_mean_of_the_known_ones(config, known):
     model = config.build()
     grown = with_rows(model, known, known + 3)
-    size = max(config.vocab_size, known + 3)
-    assert grown.config.vocab_size == size
-    for name, expected in model.state_dict().items():
-        found = grown.state_dict()[name]
+    assert grown.config.vocab_size == max(config.vocab_size, known + 3)
+    for name, old in model.state_dict().items():
+        new = grown.state_dict()[name]
         if name in ("wte.weight", "embed_tokens.weight", "lm_head.weight"):
-            old, new = expected[:known], expected[:known].mean(dim=0).expand(3, -1)
-            padding = torch.zeros(grown.config.padded_vocab_size - size, old.shape[1])
-            expected = torch.cat((old, new, expected[known + 3 : size], padding))
-        torch.testing.assert_close(found, expected)
+            mean = old[:known].mean(dim=0).expand(3, -1)
+            torch.testing.assert_close(new[known : known + 3], mean)
+            assert torch.equal(new[:known], old[:known])
+            assert torch.equal(
+                new[known + 3 : config.vocab_size], old[known + 3 : config.vocab_size]
+            )
+            assert not new[grown.config.vocab_size :].any()
+        else:
+            assert torch.equal(new, old)
 
 
 def test_a_saved_chat_model_says_how_its_turns_end(chat_model):
     assert (chat_model / "chat_template.jinja").read_text() == CHATML
     generation, config = (
-        GenerationConfig.from_pretrained(chat_model),
-        read_json(chat_model / "config.json"),
+        read_json(chat_model / name) for name in ("generation_config.json", "config.json")
     )
-    for found in (vars(generation), config):
-        assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (
-            256,
-            [258, 256] if found is not config else 258,
-            256,
-        )
-    card = (chat_model / "README.md").read_text()
-    assert "- chat\n" in card and '[{"role": "user", "content": "Hi"}]' in card
-    assert "no chat template" not in card
+    assert generation["eos_token_id"] == [258, 256] and config["eos_token_id"] == 258
+    for found in (generation, config):
+        assert (found["bos_token_id"], found["pad_token_id"]) == (256, 256)
+    assert '[{"role": "user", "content": "Hi"}]' in (chat_model / "README.md").read_text()
     reloaded = load_tokenizer(chat_model)
     assert reloaded.chat_template == CHATML and len(reloaded) == 259
     _, counts = conversation_tokens(reloaded, MESSAGES)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import GPT2_SIZES, peak_of, randomized, refused, tokenizer_of
+from conftest import peak_of, randomized, refused, tokenizer_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
 
@@ -39,29 +39,16 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
 @torch.no_grad()
-def test_released_sizes_have_equal_logits_in_transformers(tmp_path, name, two_threads):
-    n_layer, n_head, n_embd = GPT2_SIZES[name]
-    # gpt2 is complete. The other has full width, fewer layers and a smaller vocabulary: a file of 0.25 GB.
-    n_layer, vocab_size = (n_layer, 50257) if name == "gpt2" else (2, 1000)
-    hf = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab_size,
-            n_layer=n_layer,
-            n_head=n_head,
-            n_embd=n_embd,
-            activation_function="gelu_pytorch_tanh",
-        )
-    ).eval()
+def test_logits_and_files_at_gpt2_xls_width_are_those_of_transformers(tmp_path, two_threads):
+    sizes = {"n_layer": 2, "n_head": 25, "n_embd": 1600, "vocab_size": 1000}
+    hf = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu_pytorch_tanh")).eval()
     hf.save_pretrained(tmp_path / "hf")
     ours = from_pretrained(tmp_path / "hf").eval()
-    input_ids = torch.randint(0, vocab_size, (2, 16))
+    input_ids = torch.randint(0, 1000, (2, 16))
     assert torch.equal(ours(input_ids), hf(input_ids).logits)
-    short = input_ids[:1, :5]
-    torch.testing.assert_close(ours(short), hf(short).logits, atol=1e-5, rtol=0)
     save_pretrained(ours, tmp_path / "ours")
-    files = [tmp_path / name / "model.safetensors" for name in ("hf", "ours")]
+    files = [tmp_path / name / WEIGHTS for name in ("hf", "ours")]
     assert filecmp.cmp(*files, shallow=False)
 
 
@@ -88,25 +75,14 @@ INDEX = "model.safetensors.index.json"
 STATES = {
     "one file": lambda d: [path.unlink() for path in d.glob("model*") if path.name != WEIGHTS],
     "older shards beside it": lambda d: None,
-    "their index alone beside it": lambda d: [path.unlink() for path in d.glob("model-*")],
     "their damaged index beside it": lambda d: (d / INDEX).write_text("{"),
     "damaged beside shards": lambda d: (d / WEIGHTS).write_bytes(b""),
     "shards": lambda d: (d / WEIGHTS).unlink(),
-    "shards beside a folder": lambda d: [(d / WEIGHTS).unlink(), (d / WEIGHTS).mkdir()],
-    "shards beside a broken link": lambda d: [(d / WEIGHTS).rename(d / "a"), link(d)],
-    "a link to the file": lambda d: [(d / WEIGHTS).rename(d / "b"), link(d, "b")],
     "a shard missing": lambda d: [(d / name).unlink() for name in (WEIGHTS, shard(d))],
     "a shard damaged": lambda d: [(d / WEIGHTS).unlink(), (d / shard(d)).write_bytes(b"")],
     "shards without an index": lambda d: [(d / name).unlink() for name in (WEIGHTS, INDEX)],
-    "an index alone": lambda d: [path.unlink() for path in d.glob("*.safetensors")],
-    "a damaged index": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("{}")],
-    "a variant": lambda d: [(d / INDEX).unlink(), (d / WEIGHTS).rename(d / "model.b.safetensors")],
     "no config": lambda d: (d / "config.json").unlink(),
 }
-
-
-def link(directory, target="nowhere"):
-    (directory / WEIGHTS).symlink_to(target)
 
 
 def shard(directory):
@@ -131,25 +107,22 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
         else:
             ours, opened = from_pretrained(directory).eval(), opened + 1
             assert torch.equal(ours(INPUT_IDS), theirs(INPUT_IDS).logits), state
-    assert opened == 8
+    assert opened == 4
     save_pretrained(ours, tmp_path / "older shards beside it")
     found = sorted((tmp_path / "older shards beside it").glob("model*"))
     assert [path.name for path in found] == [WEIGHTS]
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", {**SHAPE, "transformers_weights": "b.safetensors"}, "'b.safetensors'"),
-        ("adapter_config.json", {"base_model_name_or_path": "base"}, "holds an adapter of peft"),
-    ],
-)
-def test_a_directory_whose_weights_transformers_changes_is_refused(
-    file, content, message, tmp_path
-):
+def test_a_directory_whose_weights_transformers_changes_is_refused(tmp_path):
     hf_model().save_pretrained(tmp_path)
-    (tmp_path / file).write_text(json.dumps({"model_type": "gpt2", **content}))
-    with refused(message):
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "transformers_weights": "b.safetensors"}))
+    with refused("'b.safetensors'"):
+        from_pretrained(tmp_path)
+    path.write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    with refused("holds an adapter of peft"):
         from_pretrained(tmp_path)
 
 
@@ -172,9 +145,8 @@ def test_the_saved_tokenizer_encodes_as_the_runs(tmp_path, kind):
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.decode(loaded("über-cats.")["input_ids"]) == "über-cats."
     assert loaded.model_max_length == 32
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {"tokenizer.json", "tokenizer_config.json", "vocab.json", "README.md"}
-    assert ("merges.txt" in names) == (kind != "characters")
+    assert (tmp_path / "vocab.json").exists()
+    assert (tmp_path / "merges.txt").exists() == (kind != "characters")
     if kind == "characters":  # an unknown character is an error in transformers too, never dropped
         with pytest.raises(Exception, match="WordLevel"):
             loaded("Z")
@@ -214,25 +186,22 @@ def edit(directory, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "tensor", "message"),
     [
-        (
-            lambda t: t.pop("transformer.h.1.ln_2.bias"),
-            "only one of them has transformer.h.1.ln_2.bias",
-        ),
-        (
-            lambda t: t.update({"transformer.wpe.weight": torch.ones(3, 3)}),
-            "wpe.weight.*does not fit",
-        ),
-        (lambda t: t.update({"lm_head.weight": torch.ones(257, 64)}), "not tied"),
-        (
-            lambda t: t.update({"transformer.wpe.weight": torch.ones(32, 64, dtype=torch.int8)}),
-            "wpe.weight in .*torch.int8",
-        ),
+        ("transformer.wpe.weight", torch.ones(3, 3), "wpe.weight.*does not fit"),
+        ("transformer.wpe.weight", torch.ones(32, 64, dtype=torch.int8), "wpe.weight .*int8"),
+        ("lm_head.weight", torch.ones(257, 64), "not tied"),
+        ("transformer.h.1.ln_2.bias", None, "only one of them has transformer.h.1.ln_2.bias"),
     ],
 )
-def test_a_directory_with_wrong_tensors_is_refused(tmp_path, change, message):
+def test_a_directory_with_wrong_tensors_is_refused(tmp_path, name, tensor, message):
     hf_model().save_pretrained(tmp_path)
+
+    def change(tensors):
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+
     edit(tmp_path, change)
     with refused(message):
         from_pretrained(tmp_path)
@@ -242,14 +211,6 @@ def test_a_bias_in_a_model_without_biases_is_refused(tmp_path):
     save_pretrained(GPT(GPTConfig(**SHAPE, bias=False)), tmp_path)
     edit(tmp_path, lambda t: t["transformer.h.0.ln_1.bias"].add_(1))
     with refused("h.0.ln_1.bias is not zero"):
-        from_pretrained(tmp_path)
-
-
-def test_a_truncated_weights_file_is_refused(tmp_path):
-    hf_model().save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with refused("model.safetensors is damaged"):
         from_pretrained(tmp_path)
 
 

@@ -8,9 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,18 +25,15 @@ from conftest import (
 )
 from datasets import Dataset
 from hub_server import TOKEN, Hub
-from huggingface_hub import ModelCard
-from launching import ROOT, python
+from launching import ROOT, python, wait_for
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel import save_pretrained
 from gpt2_accel.callbacks import Pushes
 from gpt2_accel.checkpoint.find import named_checkpoint
-from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.runtime import signals
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = "tests/train_script.py"
@@ -89,28 +84,34 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
     settings |= {"lr_schedule": "constant", "eval_every": 4}
     config = tiny("run", **settings)
-    said = succeed(SCRIPT, *as_flags(config))
-    assert f"uploaded to {server.url}/{REPO}" in said
+    succeed(SCRIPT, *as_flags(config))
     assert server.repos[REPO]["private"]
     files = server.files(REPO)
     assert files["model.safetensors"] == (tmp_path / "run/model.safetensors").read_bytes()
     assert "last-checkpoint/training_state/optimizer.safetensors" in files
-    assert b'name = "user/name"' in files["README.md"]
     for name, content in files.items():
         assert TOKEN.encode() not in content, name
     for path in (tmp_path / "run").rglob("*"):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
     assert not (tmp_path / "run/.uploads").exists()
 
-    # It opens in transformers.
+    # The card has the run's facts, no path of this machine, and code that opens the model in transformers.
+    card = files["README.md"].decode()
+    last = metrics(tmp_path / "run")[-1]
+    for part in (
+        "# name\n",
+        f"| val/loss | {last['val/loss']:.4f} |",
+        "34,720 parameters",
+        "made up (7,333 tokens)",
+        "Tokens seen: 1,024",
+        "learning_rate: 0.01",
+        "output_dir: run\n",
+    ):
+        assert part in card, part
+    assert str(tmp_path) not in card
     script = tmp_path / "use.py"
-    script.write_text(
-        "from transformers import AutoModelForCausalLM, pipeline\n"
-        f"print(type(AutoModelForCausalLM.from_pretrained('{REPO}')).__name__)\n"
-        f"print(pipeline('text-generation', model='{REPO}')('the ')[0]['generated_text'])\n"
-    )
-    said = succeed(script)
-    assert "GPT2LMHeadModel" in said and "the " in said
+    script.write_text(card.split("```python\n")[1].split("```")[0])
+    assert succeed(script).startswith("Hi")
 
     # A resume from the Hub gives the losses of an uninterrupted run.
     more = {**settings, "max_steps": 12, "push_to_hub": None}
@@ -133,9 +134,8 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
     assert b"base_model: user/name\n" in pushed["README.md"]
     if importlib.util.find_spec("matplotlib"):
-        for content in (files, pushed):
-            assert content["loss.png"].startswith(b"\x89PNG")
-            assert b"\n![Loss](loss.png)\n" in content["README.md"]
+        assert pushed["loss.png"].startswith(b"\x89PNG")
+        assert b"\n![Loss](loss.png)\n" in pushed["README.md"]
 
 
 def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch, capsys):
@@ -170,9 +170,7 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
     [
         ([("POST", "/create", 401)] * 4, "could not upload to user/name .*hf auth login"),
         ([("POST", "/commit/", 500)] * 2, "uploaded to"),
-        ([("POST", "/commit/", 500)] * 4, "could not upload to user/name .* and push again"),
         ([("PUT", "/lfs/", "cut")], "uploaded to"),
-        ([("POST", "/commit/", "cut")], "uploaded to"),
     ],
 )
 def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expected):
@@ -186,17 +184,17 @@ def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expecte
     assert uploaded == (expected == "uploaded to")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_path, architecture):
+def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_path):
     old = {"model-00001-of-00002.safetensors", "last-checkpoint/notes.txt"}
     here.repos[REPO] = {"commits": [("0" * 40, dict.fromkeys([*old, "notes.md"], b""))]}
-    config = tiny("run", push_to_hub=REPO, hub_strategy="checkpoint", architecture=architecture)
+    config = tiny("run", push_to_hub=REPO, hub_strategy="checkpoint", architecture="qwen3")
     run(config)
     files = here.files(REPO)
-    assert json.loads(files["config.json"])["model_type"] == architecture
-    assert f"- {architecture}\n".encode() in files["README.md"]
+    assert json.loads(files["config.json"])["model_type"] == "qwen3"
+    assert b"- qwen3\n" in files["README.md"] and b"checkpoint-8" not in files["README.md"]
     assert "notes.md" in files and not {*old, "run.json", "status.json"} & files.keys()
     checkpoint = tmp_path / "run/checkpoint-8"
+    assert "# checkpoint-8\n" in (checkpoint / "README.md").read_text()
     sent = {path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
     assert {f"last-checkpoint/{path}" for path in sent} < files.keys()
 
@@ -230,113 +228,23 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
     assert sum("uploaded" in line for line in said) == 2
 
 
-def ended(folder):
-    return (folder / "status.json").exists() and status(folder)["state"] != "running"
-
-
-@contextmanager
-def signalled(when, *pauses):
-    """Sends SIGTERM to this process once `when()` is true, and again after each pause. Yields the list of the times."""
-    times, left = [], threading.Event()
-
-    def send():
-        while not when():
-            if left.wait(0.01):
-                return
-        for pause in (0, *pauses):
-            time.sleep(pause)
-            times.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    sender = threading.Thread(target=send)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late signal must not end pytest
-    sender.start()
+def test_a_complete_run_ends_after_two_signals_if_the_hub_never_answers(tiny, server, tmp_path):
+    server.hangs = "PUT /lfs/"  # sent by the client's own threads, which the interpreter joins
+    flags = as_flags(tiny("run", push_to_hub=REPO, hub_strategy="end"))
+    env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    process = subprocess.Popen([sys.executable, SCRIPT, *flags], cwd=ROOT, env=os.environ | env)
     try:
-        yield times
+        wait_for(lambda: any(request.startswith("PUT /lfs/") for request in server.requests))
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1)  # an earlier signal counts as the same one
+        assert process.wait(5) == 0
     finally:
-        left.set()
-        sender.join()
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("pauses, grace", [([], 1.0), ([1.0], 60.0)])
-def test_a_complete_run_ends_soon_after_a_signal_if_the_hub_never_answers(
-    tiny, here, tmp_path, capsys, monkeypatch, pauses, grace
-):
-    monkeypatch.setattr(signals, "GRACE", grace)
-    here.hangs = "/api/"
-    config = tiny("run", push_to_hub=REPO, hub_strategy="end")
-    with signalled(lambda: ended(tmp_path / "run"), *pauses) as sent:
-        assert len(run(config)) == 8
-        assert time.monotonic() - sent[-1] < min(grace, 1) + 3
+        process.kill()
     found = status(tmp_path / "run")
     assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
     assert (tmp_path / "run/model.safetensors").is_file()
     assert not (tmp_path / "run/.uploads").exists()
-    assert "user/name did not end in time" in capsys.readouterr().out
-
-
-HELD = """
-import sys
-from pathlib import Path
-from types import SimpleNamespace
-from gpt2_accel.callbacks import Pushes
-from gpt2_accel.config import TrainConfig
-
-class Stop:
-    seconds_left = property(lambda self: 0.0 if enough.exists() else 1.0)
-
-folder, enough = Path(sys.argv[1]), Path(sys.argv[2])
-config = TrainConfig(push_to_hub="user/name", hub_strategy="checkpoint")
-run = SimpleNamespace(
-    config=config, run_dir=folder, stop=Stop(),
-    log=SimpleNamespace(print_line=print), accelerator=SimpleNamespace(is_main_process=True),
-)
-with Pushes() as pushes:
-    pushes.on_train_begin(run)
-    pushes.push(folder / "checkpoint-1", folder / "checkpoint-2")
-"""
-
-
-def test_a_process_exits_during_an_upload_that_hangs(tiny, server, tmp_path):
-    run(tiny("run", save_every=1, max_steps=2))
-    server.hangs = "PUT /lfs/"  # sent by the client's own threads, which the interpreter joins
-    env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD, tmp_path / "run", tmp_path / "enough"], env=os.environ | env
-    )
-    try:
-        ends = time.monotonic() + 60
-        while len([r for r in server.requests if r.startswith("PUT /lfs/")]) < 2:
-            assert process.poll() is None and time.monotonic() < ends
-            time.sleep(0.05)
-        (tmp_path / "enough").touch()
-        assert process.wait(10) == 0
-    finally:
-        process.kill()
-
-
-def test_the_model_card_has_data_settings_and_results(tiny, tmp_path):
-    run(tiny(eval_every=4))
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.library_name == "transformers"
-    assert card.data.pipeline_tag == "text-generation"
-    for part in (
-        f"| val/loss | {metrics(tmp_path)[-1]['val/loss']:.4f} |",
-        "34,720 parameters",
-        "made up (7,333 tokens)",
-        "Tokens seen: 1,024",
-        "FLOPs in",
-        "hours on 1 x cpu",
-        "torch 2.",
-        "learning_rate: 0.01",
-        'pipeline("text-generation", model=name)',
-    ):
-        assert part in card.text, part
-    script = tmp_path / "use.py"
-    script.write_text(card.text.split("```python\n")[1].split("```")[0])
-    done = python(script)
-    assert done.stdout.startswith("Hi")
 
 
 def test_a_repository_without_a_checkpoint_is_refused(here, tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from conftest import (
     metrics,
     read_json,
     refused,
-    reset_accelerate,
     run,
     run_recipe,
     write_lines,
@@ -32,7 +31,6 @@ from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.lora import add_lora, base_of, opening_lines, write_adapter
-from gpt2_accel.train import train
 
 peft = pytest.importorskip("peft")
 
@@ -86,21 +84,6 @@ def logits(model, vocab_size=257):
     return getattr(found, "logits", found)
 
 
-class Frozen:
-    """Compares the parameters that are not trained, before the first update and at the end."""
-
-    def on_train_begin(self, run):
-        self.before = {n: p.clone() for n, p in self.parameters(run).items()}
-
-    def on_train_end(self, run, finished):
-        after = self.parameters(run)
-        self.changed = [n for n, p in self.before.items() if not torch.equal(p, after[n])]
-
-    @staticmethod
-    def parameters(run):
-        return {n: p for n, p in run.model.named_parameters() if not p.requires_grad}
-
-
 def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     checkpoint = chat_run / "checkpoint-12"
     assert not list(checkpoint.glob("model*")) and not (checkpoint / "config.json").exists()
@@ -108,6 +91,7 @@ def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     rows = [name for name in saved if "trainable_tokens" in name]
     assert all("lora_" in name for name in saved.keys() - rows) and len(rows) == 1
     assert saved[rows[0]].shape == (2, 64)
+    assert not torch.equal(*saved[rows[0]])  # they began equal
     kinds = {".".join(name.split(".")[-3:-2]) for name in saved.keys() - rows}
     assert kinds == {"c_attn", "c_proj", "c_fc"}
     assert all(name.endswith("lora_A.weight") or saved[name].any() for name in saved)
@@ -116,23 +100,25 @@ def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<|im_end|>"
 
 
-def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(
-    chat_run, start, monkeypatch
-):
-    monkeypatch.chdir(chat_run)
-    expected = AutoModelForCausalLM.from_pretrained(chat_run, dtype=torch.float32)
-    names = {}
-    card = (chat_run / "adapter/README.md").read_text()
-    code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
-    exec(code.replace(json.dumps(str(chat_run / "adapter")), '"adapter"'), names)
-    assert expected.config.vocab_size == 259
-    found = logits(names["model"])
-    torch.testing.assert_close(found, logits(expected), atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        logits(from_pretrained(chat_run / "adapter")), found, atol=1e-5, rtol=0
-    )
-    torch.testing.assert_close(logits(from_pretrained(chat_run)), found, atol=1e-5, rtol=0)
-    assert (found - logits(from_pretrained(start / "base"), 257)[..., :1]).abs().max() > 1e-3
+def opened_by_its_card(adapter):
+    """Runs the code of an adapter's card; returns the model that it opens."""
+    card, names = (adapter / "README.md").read_text(), {}
+    exec(re.search("```python\n(.*?)```", card, re.DOTALL)[1], names)
+    return names["model"]
+
+
+def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(chat_run, start):
+    merged = AutoModelForCausalLM.from_pretrained(chat_run, dtype=torch.float32)
+    assert merged.config.vocab_size == 259
+    expected = logits(merged)
+    for model in (
+        opened_by_its_card(chat_run / "adapter"),
+        from_pretrained(chat_run / "adapter"),
+        from_pretrained(chat_run),
+    ):
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    before = logits(from_pretrained(start / "base"))
+    assert (expected[..., :257] - before).abs().max() > 1e-3
     assert "lm_head.weight" not in load_file(chat_run / "model.safetensors")
 
 
@@ -146,18 +132,9 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
         found = load_file(tmp_path / "run/checkpoint-12" / name)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+    other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
     with refused("lora 8 -> 4 from update 6: resume an adapter with its original settings"):
-        run_recipe(
-            "chat_sft",
-            *given,
-            *flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4),
-        )
-    with refused("lora 8 -> 0 from update 6: resume an adapter with its original settings"):
-        run_recipe(
-            "chat_sft",
-            *given,
-            *flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=0),
-        )
+        run_recipe("chat_sft", *given, *other)
 
 
 def test_what_opens_a_model_takes_an_adapter(chat_run, start, tmp_path):
@@ -177,38 +154,20 @@ def test_what_opens_a_model_takes_an_adapter(chat_run, start, tmp_path):
             opens(tmp_path / "adapter")
 
 
-def test_answers_end(start, tmp_path):
-    given = [f"--model={start / 'base'}", f"--data={start / 'rows.jsonl'}"]
-    changes = {"max_steps": 150, "lora": 16, "lora_alpha": 32, "lora_dropout": 0, "log_every": 50}
-    changes |= {"save_every": 0, "sample_every": 0, "eval_every": 0, "sequence_length": 64}
-    run_recipe("chat_sft", *given, *flags(tmp_path / "run", **changes))
-    model, tokenizer = load(tmp_path / "run")
-    prompts = [row["messages"][:1] for row in chat_rows(21)]
-    answers = complete(model, tokenizer, prompts, Sampling(temperature=0, max_new_tokens=40))
-    ends = [answer.ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>") for answer in answers]
-    assert sum(ends) >= 19
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "changes"),
     [
         ("phi3", "float32", {}),
         ("mixtral", "float32", {}),
-        ("qwen3_moe", "float32", {}),
         ("smollm3", "bfloat16", {"tie_word_embeddings": False}),
     ],
 )
 def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
-    kind, dtype, changes, tiny, tmp_path, capsys
+    kind, dtype, changes, tiny, tmp_path
 ):
     start = save_family(kind, tmp_path / "start", **changes)
-    frozen = Frozen()
     settings = {"init_from": str(start), "lora": 4, "dtype": dtype, "learning_rate": 3e-2}
-    reset_accelerate()
-    train(tiny("run", **settings, max_steps=20), callbacks=[frozen])
-    lines, printed = metrics(tmp_path / "run"), capsys.readouterr().out
-    assert frozen.before and not frozen.changed
-    assert re.search(r"LoRA of rank 4 on .*o_proj.*: [\d,]+ of [\d,]+ parameters", printed)
+    lines = run(tiny("run", **settings, max_steps=20))
     assert losses(lines)[-1] < losses(lines)[0] - 0.01
     folder = tmp_path / "run"
     saved = load_file(folder / "checkpoint-20" / ADAPTER)
@@ -226,12 +185,6 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     limit = 1e-5 * expected.abs().max().item()
     torch.testing.assert_close(logits(final), expected, atol=limit, rtol=0)
     assert (logits(final) - before).abs().max() > 1e-3
-
-
-def test_what_peft_refuses_is_its_sentence(tiny, tmp_path):
-    start = save_family("mixtral", tmp_path / "start")
-    with refused("lora.ParamWrapper does not work with lora_dropout != 0"):
-        run(tiny("run", init_from=str(start), lora=4, lora_dropout=0.1))
 
 
 def test_an_adapter_names_the_revision_of_its_base(tmp_path):
@@ -252,11 +205,9 @@ def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
     saved = load_file(tmp_path / "run/adapter" / ADAPTER)
     rows = {name: tensor for name, tensor in saved.items() if "trainable_tokens" in name}
     assert {tensor.shape for tensor in rows.values()} == {(2, 32)} and len(rows) == 2
-    names = {}
-    card = (tmp_path / "run/adapter/README.md").read_text()
-    exec(re.search("```python\n(.*?)```", card, re.DOTALL)[1], names)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
-    torch.testing.assert_close(logits(merged), logits(names["model"]), atol=1e-5, rtol=0)
+    opened = opened_by_its_card(tmp_path / "run/adapter")
+    torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
     for module in (merged.get_input_embeddings(), merged.get_output_embeddings()):
         new = module.weight[257:259]
         assert (new - new.mean(dim=0)).abs().max() > 1e-3  # they began equal
@@ -275,15 +226,6 @@ def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch
     found = logits(from_pretrained(tmp_path / "second/adapter"))
     expected = logits(from_pretrained(tmp_path / "second"))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    with refused("the rates of dropout are those of config.json"):
-        run_recipe(
-            "finetune_shakespeare",
-            *given,
-            *first,
-            "--dropout=0.2",
-            "--resume_from=latest",
-            f"--output_dir={tmp_path / 'third'}",
-        )
 
 
 def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):

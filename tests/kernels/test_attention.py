@@ -1,21 +1,19 @@
 """Attention: torch's kernels by device, and block masks of documents, which equal the dense mask."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import kernel_choices
+from families import own_shape
 from torch.nn.attention import _cur_sdpa_kernel_backends
-from torch.nn.attention.flex_attention import create_mask
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import attention as module
-from gpt2_accel.kernels.attention import document_blocks, takes_groups
-from gpt2_accel.models.parts import attend, document_mask
-from gpt2_accel.models.qwen3 import Qwen3Config
+from gpt2_accel.kernels.attention import takes_groups
+from gpt2_accel.models.parts import attend
 from gpt2_accel.runtime.device import OVERRIDES, attention_order
 
 
@@ -83,25 +81,14 @@ def test_repeated_keys_change_nothing(causal, monkeypatch):
     torch.testing.assert_close(attend(q, k, v, mask), grouped)
 
 
-@pytest.mark.parametrize("length", [64, 300])
-def test_blocks_cover_the_dense_mask(length):
-    documents = (torch.rand(3, length) < 0.02).long().cumsum(1)
-    mask = document_blocks(documents)
-    sizes = (3, None, length, length)
-    assert torch.equal(create_mask(mask.mask_mod, *sizes, device="cpu"), document_mask(documents))
-
-
 def not_called(*_, **__):
     raise AssertionError("attention has a dense mask")
 
 
 @pytest.mark.filterwarnings("ignore")  # of FlexAttention on a CPU
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    "kind", [GPTConfig, partial(Qwen3Config, n_kv_head=1, head_dim=16, n_inner=64)]
-)
+@pytest.mark.parametrize(("kind", "compiled"), [("gpt2", False), ("qwen3", True)])
 def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatch):
-    model = kind(50, n_positions=200, n_layer=2, n_head=2, n_embd=32).build().eval()
+    model = own_shape(kind, vocab_size=50, n_positions=200).build().eval()
     model.separator = 7
     tokens = torch.randint(50, (2, 200))
     with torch.no_grad():

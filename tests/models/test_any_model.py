@@ -25,7 +25,6 @@ from conftest import (
 )
 from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
 from launching import launch
-from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
@@ -40,15 +39,15 @@ from gpt2_accel.optim.muon import Muon
 from gpt2_accel.train import train
 
 UPDATES, PEAK = 20, 3e-3
-MODELS = os.environ.get("MODELS")  # `make test-models` tries more of them
+MODELS = os.environ.get("MODELS")  # `make test-models` tries all families
+FEW = ["gemma3_text", "gpt_neox", "opt", "mixtral", "phi3"]
 
 
 def plain_losses(directory, data_dir, updates):
     """Returns the losses of a plain loop around the class of transformers, and the model."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    experts = (
-        {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
-    )
+    has_experts = hasattr(model.config, "router_aux_loss_coef")
+    options = {"output_router_logits": True} if has_experts else {}
     named = dict(model.named_parameters()).values()
     groups = [
         {"params": [p for p in named if p.ndim >= 2], "weight_decay": 0.1},
@@ -61,9 +60,9 @@ def plain_losses(directory, data_dir, updates):
     for step in range(updates):
         total = 0.0
         for input_ids, targets, *_ in loader.update(step * 8, 8):
-            out = model(input_ids, use_cache=False, **experts)
+            out = model(input_ids, use_cache=False, **options)
             loss = F.cross_entropy(out.logits.float().flatten(0, 1), targets.flatten())
-            if experts:
+            if has_experts:
                 loss = loss + model.config.router_aux_loss_coef * out.aux_loss
             (loss / 2).backward()
             total += loss.item() / 2
@@ -76,7 +75,7 @@ def plain_losses(directory, data_dir, updates):
     return found, model
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else FEW)
 def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp_path):
     start = save_family(kind, tmp_path / "start")
     config = tiny(
@@ -94,11 +93,8 @@ def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp
     folder = tmp_path / "run"
     final = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final.save_pretrained(tmp_path / "again")
-    saved, again = (load_file(p / "model.safetensors") for p in (folder, tmp_path / "again"))
-    assert (folder / "model.safetensors").read_bytes() == (
-        tmp_path / "again/model.safetensors"
-    ).read_bytes()
-    assert saved.keys() == again.keys()
+    saved, again = (p / "model.safetensors" for p in (folder, tmp_path / "again"))
+    assert saved.read_bytes() == again.read_bytes()
     ids = torch.arange(32)[None]
     torch.testing.assert_close(final(ids).logits, model.eval()(ids).logits, atol=1e-4, rtol=0)
 
@@ -138,12 +134,7 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2},
-            "BertLMHeadModel sees",
-        ),
         ({"model_type": "roberta"}, "RobertaForCausalLM sees later tokens"),
-        ({"model_type": "electra"}, "ElectraForCausalLM sees later tokens"),
         ({"model_type": "gemma3"}, "Gemma3ForConditionalGeneration is a multimodal model"),
         ({"model_type": "t5"}, "t5 is not a causal language model"),
         (
@@ -162,15 +153,6 @@ def test_what_cannot_be_trained_is_refused_by_name(values, message, tmp_path):
         read_config(tmp_path)
     with refused(message):
         from_pretrained(tmp_path)
-
-
-def test_a_directory_without_a_tensor_is_refused(tmp_path):
-    start = save_family("olmo2", tmp_path / "start")
-    tensors = load_file(start / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, start / "model.safetensors", {"format": "pt"})
-    with refused("model.norm.weight is missing"):
-        from_pretrained(start)
 
 
 def test_the_own_module_is_taken_where_it_computes_the_same(tmp_path):
@@ -196,71 +178,55 @@ def test_the_own_module_is_taken_where_it_computes_the_same(tmp_path):
 
 
 def test_a_new_model_of_a_config_is_initialised_as_its_class(tiny, tmp_path):
-    """Phi3's own padding token, 32,000, lies beyond the vocabulary of the data."""
+    """Phi3's own padding token, 399, lies beyond the vocabulary of the data."""
     folder = tmp_path / "shape"
-    CONFIG_MAPPING["phi3"](**SIZES | {"vocab_size": 400, "pad_token_id": 399}).save_pretrained(
-        folder
-    )
+    given = CONFIG_MAPPING["phi3"](**SIZES | {"vocab_size": 400, "pad_token_id": 399})
+    given.save_pretrained(folder)
     config = tiny("run", architecture=str(folder), max_steps=1, learning_rate=0.0)
     run(config)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
+    assert (saved.config.eos_token_id, saved.config.pad_token_id) == (256, None)
     torch.manual_seed(config.seed)
-    shape = CONFIG_MAPPING["phi3"](**SIZES | {"pad_token_id": None})
-    expected = AutoModelForCausalLM.from_config(shape)
-    assert saved.state_dict().keys() == expected.state_dict().keys()
-    for name, tensor in expected.state_dict().items():
+    expected = AutoModelForCausalLM.from_config(CONFIG_MAPPING["phi3"](**SIZES)).state_dict()
+    assert saved.state_dict().keys() == expected.keys()
+    for name, tensor in expected.items():
         assert torch.equal(saved.state_dict()[name], tensor), name
-    assert saved.config.eos_token_id == 256
-    assert saved.config.pad_token_id is None
-    model = from_pretrained(tmp_path / "run")
-    ids = torch.arange(32)[None]
-    model(ids, ids).backward()
-    gradient = model.inner.get_input_embeddings().weight.grad
-    assert (gradient[:32].abs().sum(dim=1) > 0).all()
 
 
-MUON = {  # below a layer
-    "olmo2": "mlp.{down,gate,up}_proj.weight self_attn.{k,o,q,v}_proj.weight",
-    "gpt_neox": "attention.{dense,query_key_value}.weight mlp.dense_{4h_to_h,h_to_4h}.weight",
-    "mixtral": "mlp.experts.{down,gate_up}_proj self_attn.{k,o,q,v}_proj.weight",
-    "phi3": "mlp.{down,gate_up}_proj.weight self_attn.{o,qkv}_proj.weight",
-    "opt": "fc{1,2}.weight self_attn.{k_proj,out_proj,q_proj,v_proj}.weight",
-    "mamba": "mixer.{dt,in,out,x}_proj.weight",
-    "gpt2": "attn.c_{attn,proj}.weight mlp.c_{fc,proj}.weight",
-}
+# Attention's and the MLP's matrices of a layer; not a router, and not Mamba's convolution.
+MATRICES = {"olmo2": 7, "gpt_neox": 4, "mixtral": 6, "phi3": 4, "opt": 6, "mamba": 4, "gpt2": 4}
 
 
-@pytest.mark.parametrize("kind", MUON)
+@pytest.mark.parametrize("kind", MATRICES)
 def test_muon_updates_the_matrices_of_the_blocks(kind):
     model = AnyConfig(family_model(kind).config.to_dict()).build()
-    found = {re.split(r"\.\d+\.", name)[1] for name, _ in hidden_matrices(model)}
-    expected = set()
-    for words in MUON[kind].split():
-        before, middle, after = re.match(r"([^{]*)\{([^}]*)\}(.*)", words).groups()
-        expected |= {f"{before}{word}{after}" for word in middle.split(",")}
-    assert found == expected
-    blocks = model.config.n_layer * len(expected)
-    assert len(hidden_matrices(model)) == blocks
+    names = [name for name, _ in hidden_matrices(model)]
+    assert len(names) == MATRICES[kind] * model.config.n_layer
+    for name in names:
+        assert re.search(r"\.\d+\.", name) and not re.search("gate.weight|router|conv|norm", name)
+
+
+def muon_update(weights, gradients):
+    """Returns the weights after one update of Muon."""
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
+    Muon([{"params": named, "muon": True}], lr=0.1, betas=(0.9, 0.95)).step()
+    return [parameter.detach() for parameter in parameters]
 
 
 def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
-    """An update equals that of a matrix of its own, in the form of `nn.Linear`."""
-    experts, conv1d = torch.randn(3, 8, 4), torch.randn(6, 10)
-    for weight, matrices in ((experts, list(experts)), (conv1d, [conv1d.T])):
-        gradient = torch.randn_like(weight)
-        gradients = list(gradient) if weight.ndim == 3 else [gradient.T]
-        results = []
-        for values, grads in (([weight], [gradient]), (matrices, gradients)):
-            parameters = [torch.nn.Parameter(value.clone()) for value in values]
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = grad.clone()
-            named = [(str(number), parameter) for number, parameter in enumerate(parameters)]
-            Muon([{"params": named, "muon": True}], lr=0.1, betas=(0.9, 0.95)).step()
-            results.append([parameter.detach() for parameter in parameters])
-        [whole], single = results
-        single = torch.stack(single) if weight.ndim == 3 else single[0].T
-        torch.testing.assert_close(whole, single, atol=1e-3, rtol=0)  # the iteration is in bf16
-        assert (whole - weight).abs().max() > 1e-2
+    """An update equals that of a matrix of its own, in the form of `nn.Linear`. Its iteration is in bf16."""
+    experts, gradients = torch.randn(2, 3, 8, 4)
+    [found] = muon_update([experts], [gradients])
+    expected = torch.stack(muon_update(list(experts), list(gradients)))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
+    assert (found - experts).abs().max() > 1e-2
+    conv1d, gradient = torch.randn(2, 6, 10)
+    [found] = muon_update([conv1d], [gradient])
+    [expected] = muon_update([conv1d.T], [gradient.T])
+    torch.testing.assert_close(found, expected.T, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"] if MODELS == "long" else [None])
@@ -310,48 +276,23 @@ def test_text_chat_and_samples_with_a_tokenizer_of_the_familys_kind(kind, tmp_pa
     family_model(kind, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(base)
     tokenizer.save_pretrained(base)
     (tmp_path / "text.txt").write_text(text)
+    data, tuned = tmp_path / "data", tmp_path / "tuned"
     run_recipe(
-        "prepare_data",
-        "text",
-        tmp_path / "text.txt",
-        "--tokenizer",
-        base,
-        "--data_dir",
-        tmp_path / "data",
+        "prepare_data", "text", tmp_path / "text.txt", "--tokenizer", base, "--data_dir", data
     )
-    stream = TokenStream(tmp_path / "data", "train")
+    stream = TokenStream(data, "train")
     ids = stream.read(0, stream.tokens).tolist()
-    assert (
-        tokenizer.decode(ids, skip_special_tokens=True) in text
-    )  # a single text gives its last part to validation
-    settings = "--max_steps 4 --micro_batch_size 2 --sequence_length 64 --total_batch_size 256 --eval_tokens 256"
-    tuned = [
-        "--init_from",
-        base,
-        "--data_dir",
-        tmp_path / "data",
-        "--dropout",
-        0,
-        *settings.split(),
-    ]
-    run_recipe(
-        "finetune_shakespeare", *tuned, "--output_dir", tmp_path / "tuned", "--keep_best", "false"
-    )
+    assert tokenizer.decode(ids, skip_special_tokens=True) in text
+    settings = "--max_steps 4 --micro_batch_size 2 --sequence_length 64 --total_batch_size 256"
+    settings = [*settings.split(), "--eval_tokens", 256]
+    flags = ["--init_from", base, "--data_dir", data, "--dropout", 0, "--keep_best", "false"]
+    run_recipe("finetune_shakespeare", *flags, *settings, "--output_dir", tuned)
     write_lines(chat, chat_rows(30))
-    flags = ["--data", chat, "--model", tmp_path / "tuned", *settings.split()]
-    run_recipe("chat_sft", *flags, "--output_dir", tmp_path / "chat")
+    flags = ["--data", chat, "--model", tuned, "--output_dir", tmp_path / "chat"]
+    run_recipe("chat_sft", *flags, *settings)
     capsys.readouterr()
-    run_recipe(
-        "sample",
-        "--model",
-        tmp_path / "chat",
-        "--prompt",
-        "the cat",
-        "--max_new_tokens",
-        8,
-        "--temperature",
-        0,
-    )
+    flags = ["--prompt", "the cat", "--max_new_tokens", 8, "--temperature", 0]
+    run_recipe("sample", "--model", tmp_path / "chat", *flags)
     said = capsys.readouterr().out
     saved = pipeline("text-generation", model=str(tmp_path / "chat"), device="cpu")
     ids = saved.tokenizer("the cat", return_tensors="pt")["input_ids"]

@@ -1,29 +1,19 @@
 """What runs without gradients, on fake tensors of another device: every operation has its shapes, dtypes and device, without a GPU."""
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 from conftest import kernel_choices
+from families import own_shape
 from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpt2_accel import GPTConfig
+from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
-from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.models.nanochat import NanochatConfig
-from gpt2_accel.models.qwen3 import Qwen3Config
 
 OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index fake CUDA tensors
-SHAPE = {"n_positions": 256, "n_layer": 2, "n_head": 2, "n_embd": 32}
-KINDS = [
-    partial(GPTConfig, 300, **SHAPE),
-    partial(LlamaConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
-    partial(Qwen3Config, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
-    partial(NanochatConfig, 300, **SHAPE, n_kv_head=1, head_dim=16, n_inner=64),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +27,20 @@ def fake(monkeypatch):
         yield
 
 
-def build(kind):
+def build(architecture):
     with OTHER:
-        return kind().build()
+        return own_shape(architecture, vocab_size=300, n_positions=256).build()
 
 
 def tokens():
     return torch.zeros(4, 256, dtype=torch.int64, device=OTHER)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mask", [None, "dense", "blocks"])
-def test_forward(kind, mask, monkeypatch):
+def test_forward(architecture, mask, monkeypatch):
     monkeypatch.setattr("gpt2_accel.kernels.attention.compiled_attention", lambda: without)
-    model = build(kind)
+    model = build(architecture)
     model.separator = None if mask is None else 7
     with kernel_choices(block_masks=mask == "blocks"):
         logits, loss = model(tokens()), model(tokens(), tokens())
@@ -82,7 +72,7 @@ def test_inside_of_the_chunked_loss(rows, dtype, soft_cap):
 
 
 def test_scoring():
-    model = build(KINDS[0]).eval()
+    model = build("gpt2").eval()
     rows = [Row([1, 2, 3, 4], 3), Row([1, 2, 3, 5, 6], 3), Row([1, 2, 3], 1)]
     for batch in (rows, rows[1:2]):  # with padding, and without
         for greedy in (False, True):

@@ -41,12 +41,11 @@ def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positio
     sampling = Sampling(max_new_tokens=12, temperature=0)
     together = list(zip(*tokens(model, prompts, sampling), strict=True))
     for prompt, row in zip(prompts, together, strict=True):
-        alone = [ids[0] for ids in tokens(model, [prompt], sampling)]
-        assert list(row) == alone
+        assert [ids[0] for ids in tokens(model, [prompt], sampling)] == list(row)
         expected = list(prompt)
-        for _ in alone:
+        for _ in row:
             expected.append(model(torch.tensor([expected]))[0, -1].argmax().item())
-        assert expected[len(prompt) :] == alone
+        assert expected[len(prompt) :] == list(row)
 
 
 def test_a_class_with_a_cache_of_its_own_reads_its_rows_again():
@@ -88,11 +87,7 @@ def test_a_config_with_infinity_is_read(tmp_path):
     assert read_config(tmp_path).architecture == "bamba"
 
 
-def test_roberta_and_a_class_that_fails_are_refused_by_name(tmp_path):
-    values = {"model_type": "roberta", "hidden_size": 32, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with refused("RobertaForCausalLM sees later tokens"):
-        read_config(tmp_path)
+def test_a_class_that_fails_on_its_config_is_refused_by_name(tmp_path):
     save_family("deepseek_v3", tmp_path, num_key_value_heads=2)  # it needs as many as heads
     with refused("DeepseekV3ForCausalLM fails on a text with this config"):
         read_config(tmp_path)
@@ -109,9 +104,6 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     with refused("lm_head.weight is missing or has another shape"):
         from_pretrained(start)
     save_file(tensors, file, {"format": "pt"})
-    config.write_text(json.dumps(values | {"pad_token_id": 32000}))
-    with refused("Padding_idx must be within num_embeddings"):
-        from_pretrained(start)
     config.write_text(json.dumps(values | {"num_hidden_layers": 1}))
     assert "it does not have model.layers.1." in from_pretrained(start).config.note
     config.write_text("{")
@@ -142,14 +134,12 @@ def test_another_class_for_the_same_model_is_refused(tiny, tmp_path):
     start = tmp_path / "start"
     run(tiny("start", max_steps=1))
     for attention, other in ((None, "eager"), ("eager", None)):
-        settings = {"init_from": str(start), "max_steps": 1, "attn_implementation": attention}
-        run(tiny(f"{attention}", **settings))
-        settings |= {
-            "resume_from": str(tmp_path / f"{attention}/checkpoint-1"),
-            "attn_implementation": other,
-        }
+        folder = tmp_path / f"{attention}"
+        settings = {"init_from": str(start), "max_steps": 1}
+        run(tiny(folder, attn_implementation=attention, **settings))
+        settings["resume_from"] = str(folder / "checkpoint-1")
         with refused("which the model does not have: resume with the --attn_implementation"):
-            run(tiny("other", **settings))
+            run(tiny("other", attn_implementation=other, **settings))
 
 
 def test_sizes_beside_a_config_are_refused(tmp_path):

@@ -117,17 +117,11 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir):
     "content, words",
     [
         ("recipe: quickstart\nvarints: {a: {}}", "unknown part 'varints'"),
-        ("recipe: nonsense\nvariants: {a: {}}", "there is no recipe"),
-        ("recipe: quickstart\nvariants: {}", "variants is empty"),
         ("recipe: quickstart\nvariants: {a: 3}", "a is 3: give `name: value` lines"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
         ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
         ("recipe: quickstart\nvariants: {a: {}}\nmetric: b", "one of loss, bits_per_byte, got 'b'"),
         ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
-        (
-            "recipe: quickstart\nvariants: {a: {}}\ntune: {trials: 3}",
-            "trials is 3: give each setting a list",
-        ),
         (
             "recipe: quickstart\nvariants: {a: {beta2: 0.9}}\ntune: {beta2: [0.8, 0.9]}",
             "a sets beta2, which tune also sets",
@@ -146,15 +140,12 @@ def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
     [
         ({"beta3": 0.9}, "a-seed1: .*unknown option --beta3: did you mean --beta"),
         ({"beta2": 1.5}, "a-seed1: .*beta2 must be at least 0 and below 1"),
-        ({"beta2": None}, "a-seed1: .*beta2"),
-        ({"n_head": 5}, "a-seed1: .*n_head"),
         ({"eval_every": 0}, "a-seed1: eval_every is 0"),
         ({"patience": 3}, "a-seed1: patience ends a run before its budget"),
         (
             {"warmup_steps": 1, "warmup_share": 0.1},
             "a-seed1: warmup_share is 0.1: .* and no warmup_steps",
         ),
-        ({"warmup_share": 2}, "warmup_share is 2: give a number from 0 to 1"),
     ],
 )
 def test_settings_that_the_recipe_refuses_are_named_by_run(own, words, data_dir):
