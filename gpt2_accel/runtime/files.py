@@ -177,11 +177,13 @@ def sync(path: Path) -> None:
 def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     """Locks an output folder for this process, and creates it if it does not exist. The lock ends with the process.
 
-    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes.
+    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
+    the block raises, removes folders that this call created and that hold nothing else.
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
     folder = Path(folder)
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(folder / LOCK, poll_interval=0.5).acquire(timeout=wait)
@@ -189,9 +191,19 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
         ) from error
+    held = lock_id(folder)
     with lock:
-        remove_leftovers(folder)
-        yield
+        try:
+            remove_leftovers(folder)
+            yield
+        except BaseException:
+            with suppress(OSError):
+                own = lock_id(folder) == held  # not that of another process in a new folder
+                if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
+                    (folder / LOCK).unlink()
+                    for path in created:
+                        path.rmdir()
+            raise
 
 
 def lock_id(folder: str | Path) -> int | None:

@@ -81,6 +81,12 @@ def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
     assert [path.name for path in folder.glob("*")] == [".lock"] * taken
 
 
+def test_a_refused_start_removes_the_folder_that_it_created(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        run(tiny("new/run", init_from=str(tmp_path / "nowhere")))
+    assert not (tmp_path / "new/run").exists()
+
+
 # 2: the newest weights
 
 
