@@ -107,10 +107,14 @@ def attend(
         grouped = attention.takes_groups(q, mask)
         if not grouped:
             k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+    dtype = q.dtype
+    if attention.in_fp32(q):
+        q, k, v = q.float(), k.float(), v.float()
     with attention.preferred(q, causal):
-        return F.scaled_dot_product_attention(
+        y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
         )
+    return y.to(dtype)
 
 
 def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tensor:
