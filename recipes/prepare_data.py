@@ -235,7 +235,7 @@ def build_tokenizer(name: str, vocab_size: int | None) -> "PreTrainedTokenizerBa
 
 
 def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
-    """Writes the shards of files of text; returns the manifest."""
+    """Writes the shards of files of text, or of token ids; returns the manifest."""
     revision = None
     source = options.source
     if options.command == "text":
@@ -247,10 +247,10 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
         paths, revision = hub_files(options.source, **hub_options(options))
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
     if options.command == "text":
-        sources = corpus_files(files, options.column)
+        sources = corpus_files(files, options.column, tokenizer)
     else:
         one_in = ONE_IN.get(options.command, HELD_OUT)
-        sources = row_files(paths, options.column, one_in)
+        sources = row_files(paths, options.column, tokenizer, one_in)
     if tokenizer is None:
         documents = itertools.chain.from_iterable(source.documents() for source in sources)
         texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST = 0.01  # bounds of that share if whole documents are held out
@@ -17,13 +19,13 @@ LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A document of the split `split` in chunks, which become tokens separately.
+    """A document of the split `split` in chunks, which become tokens separately: texts, or token ids, (n,) int64.
 
     `place` names it in messages.
     """
 
     split: str
-    chunks: Iterable[str]
+    chunks: Iterable[str | np.ndarray]
     place: str = "a document"
 
 
@@ -53,26 +55,33 @@ def split_of(key: str, one_in: int = HELD_OUT) -> str:
     return "val" if held_out(key, one_in) else "train"
 
 
-def last_part(text: str) -> int:
-    """Returns where the last `VAL_SHARE` of a text begins: at the end of a word, if there is one, or of a long text anyway."""
-    cut = int(len(text) * (1 - VAL_SHARE))
-    match = re.search(WORD_END, text[cut:])
+def last_part(row: str | np.ndarray) -> int:
+    """Returns where the last `VAL_SHARE` of a text or of its token ids begins: at the end of a word, if there is one, or of a
+    long text anyway."""
+    cut = int(len(row) * (1 - VAL_SHARE))
+    if not isinstance(row, str):
+        return cut
+    match = re.search(WORD_END, row[cut:])
     if match:
         return cut + match.end()
-    return cut if len(text) >= UNDIVIDED else len(text)
+    return cut if len(row) >= UNDIVIDED else len(row)
 
 
 # Cutting a text
 
 
-def chunks(parts: Iterable[str]) -> Iterator[str]:
+def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters; nothing for an empty text.
+    Token ids are one part, and are not cut.
 
     A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
     there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
+        if not isinstance(part, str):
+            held = part
+            continue
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
             if len(held) >= CHUNK:
@@ -80,7 +89,7 @@ def chunks(parts: Iterable[str]) -> Iterator[str]:
                 cut = match.end() if match else len(held)
                 yield held[:cut]
                 held = held[cut:]
-    if held:
+    if len(held):
         yield held
 
 

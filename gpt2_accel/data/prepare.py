@@ -156,13 +156,13 @@ def prepare_sources(
 
 
 class Piece(NamedTuple):
-    """A chunk of a document. `at` has the numbers of the source and of the document in it."""
+    """A chunk of a document, text or token ids. `at` has the numbers of the source and of the document in it."""
 
     at: tuple[int, int]
     begins: bool
     ends: bool
     split: str
-    chunk: str
+    chunk: str | np.ndarray
     place: str
 
 
@@ -223,17 +223,22 @@ class TextWriter:
         """
         found = []
         for piece in group:
-            text = piece.chunk
-            try:
-                size = len(text.encode())
-            except UnicodeEncodeError:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                size = len(text.encode())
-            try:
-                tokens = self.tokenize(text)
-            except ValueError as error:
-                raise ValueError(f"{piece.place}: {error}") from error
-            unknown = int(np.count_nonzero(tokens == self.unknown))
+            unknown = 0
+            if isinstance(piece.chunk, str):
+                text = piece.chunk
+                try:
+                    size = len(text.encode())
+                except UnicodeEncodeError:
+                    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                    size = len(text.encode())
+                try:
+                    tokens = self.tokenize(text)
+                except ValueError as error:
+                    raise ValueError(f"{piece.place}: {error}") from error
+                unknown = int(np.count_nonzero(tokens == self.unknown))
+            else:
+                tokens = piece.chunk
+                size = len(self.decode(tokens).encode())
             parts = (self.begin[: piece.begins], tokens, self.end[: piece.ends])
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
             found.append((piece, tokens, size, unknown))

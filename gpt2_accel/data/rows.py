@@ -106,18 +106,20 @@ def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
                 number += 1
 
 
-def column_of(row: Any, column: str, place: str) -> str:
-    """Returns the text of a row, an empty one for null. Raises `ValueError` if the column is missing or holds something else."""
+def column_of(row: Any, column: str, place: str) -> str | list:
+    """Returns the text or the list of token ids of a row, an empty text for null. Raises `ValueError` if the column is missing or
+    holds something else."""
     if not isinstance(row, dict):
         raise ValueError(
             f"{place}, holds a value of type {type(row).__name__}, not an object: write {{{column!r}: …}}, one per line"
         )
     if column not in row:
         raise ValueError(no_column(f"{place},", column, row))
-    if not isinstance(row[column], str | None):
+    if not isinstance(row[column], str | list | None):
         raise ValueError(
-            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text: choose another by --column, or "
-            "correct it"
+            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text or a list of token ids: choose "
+            "another by "
+            "--column, or correct it"
         )
     return row[column] or ""
 

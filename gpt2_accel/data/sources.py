@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gpt2_accel.data.documents import (
     CHUNK,
     HELD_OUT,
@@ -24,9 +26,11 @@ from gpt2_accel.data.documents import (
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
 from gpt2_accel.runtime.files import first_line
+from gpt2_accel.tokenizer import document_marks
 
 if TYPE_CHECKING:
     from huggingface_hub import DatasetInfo
+    from transformers import PreTrainedTokenizerBase
 
 TABLES = {".csv", ".tsv"}  # rows that are not read, and whose syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
@@ -90,33 +94,61 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
         yield from codecs.iterdecode(blocks, "utf-8" if start else "utf-8-sig")
 
 
-def row_file(path: str, column: str, one_in: int | None) -> Source:
-    """Returns the source of a local or remote file with a document in the `column` of each row. One row in `one_in` is held
-    out, or the last part of each if that is None."""
+def row_file(
+    path: str, column: str, tokenizer: "PreTrainedTokenizerBase | None", one_in: int | None
+) -> Source:
+    """Returns the source of a local or remote file with a document in the `column` of each row: a text, or token ids of
+    `tokenizer`. One row in `one_in` is held out, or the last part of each if that is None."""
     state = state_of(path)
 
     def documents() -> Iterator[Document]:
         for row, place in unchanged(read_rows(path, column), path, state):
-            text = column_of(row, column, place)
+            key = value = column_of(row, column, place)
+            if isinstance(value, list):
+                value = token_ids(value, tokenizer, place)
+                key = tokenizer.decode(value, skip_special_tokens=True)
             if one_in:
-                parts = {split_of(text, one_in): text}
+                parts = {split_of(key, one_in): value}
             else:
-                cut = last_part(text)
-                parts = {"train": text[:cut], "val": text[cut:]}
+                cut = last_part(value)
+                parts = {"train": value[:cut], "val": value[cut:]}
             for split, part in parts.items():
                 yield Document(split, chunks([part]), place)
 
     return Source(f"{path}, {column}", documents, *state)
 
 
+def token_ids(row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str) -> np.ndarray:
+    """Returns a row of token ids of `tokenizer`, (n,) int64, without the tokens at its ends that separate documents.
+
+    Raises `ValueError` if one is not an integer, is negative or is not in the vocabulary, and without a tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            f"{place}, holds token ids: give the tokenizer that made them by --tokenizer"
+        )
+    for token in row:
+        if type(token) is not int or not 0 <= token < len(tokenizer):
+            raise ValueError(
+                f"{place}, holds {token!r}, which is not a token id from 0 to {len(tokenizer) - 1}: give the tokenizer that "
+                "made the ids by --tokenizer, or choose another --column"
+            )
+    ids = np.array(row, np.int64)
+    begin, end = document_marks(tokenizer)
+    inside = np.flatnonzero(~np.isin(ids, begin + end))
+    return ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
+
+
 # Files of a corpus
 
 
-def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
+def corpus_files(
+    names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> list[Source]:
     """Returns the sources of files, given with their names: first plain text, then rows.
 
     Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
-    file is held out instead. Raises the errors of `row_files`.
+    file is held out instead. The other arguments and the errors are those of `row_files`.
     """
     splits: dict[Path, str | None] = {}
     rows = []
@@ -130,16 +162,21 @@ def corpus_files(names: Mapping[Path, str], column: str) -> list[Source]:
     if not fits(sizes):
         splits = dict.fromkeys(splits)
     plain = [text_file(*file) for file in splits.items()]
-    return plain + row_files(rows, column)
+    return plain + row_files(rows, column, tokenizer)
 
 
-def row_files(paths: Sequence[str], column: str, one_in: int = HELD_OUT) -> list[Source]:
-    """Returns the sources of files of rows, whose `column` has texts.
+def row_files(
+    paths: Sequence[str],
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    one_in: int = HELD_OUT,
+) -> list[Source]:
+    """Returns the sources of files of rows, whose `column` has texts, or token ids of `tokenizer`.
 
     One row in `one_in` is held out by a hash of its text. If that is `HELD_OUT`, and no fitting share of the first
     `SAMPLED_ROWS` rows, the last part of each row is; raises `ValueError` if one of these rows has no text in `column`.
     """
-    files = [row_file(path, column, one_in) for path in paths]
+    files = [row_file(path, column, tokenizer, one_in) for path in paths]
     if one_in != HELD_OUT:
         return files
     sizes = {"train": 0, "val": 0}
@@ -148,7 +185,7 @@ def row_files(paths: Sequence[str], column: str, one_in: int = HELD_OUT) -> list
         sizes[document.split] += sum(map(len, document.chunks))
     if fits(sizes):
         return files
-    return [row_file(path, column, None) for path in paths]
+    return [row_file(path, column, tokenizer, None) for path in paths]
 
 
 def fits(sizes: Mapping[str, int]) -> bool:

@@ -19,6 +19,7 @@ COMMANDS = {
     "evaluate": "evaluate",
     "report": "report",
     "demo": "demo",
+    "export": "export",
     "push": "push_to_hub",
     "import": "import_checkpoint",
     "speed-ladder": "speed_ladder",

@@ -14,12 +14,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import long, make_text, refused, run_recipe
+from conftest import WORDS, long, make_text, refused, run_recipe
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import python
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data import documents
 from gpt2_accel.data import prepare as preparing
@@ -27,7 +29,7 @@ from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
-from gpt2_accel.tokenizer import byte_tokenizer, encode, token_encoder, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, document_marks, encode, token_encoder, train_bpe
 
 RECIPE = "recipes/prepare_data.py"
 
@@ -290,10 +292,69 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
         made(sources, tmp_path / "f", validation_tokens=10**6)
 
 
-def test_a_wrong_column_of_parquet_is_named(tmp_path):
+# Token ids
+
+
+def shards_in(folder):
+    """Returns the content of all shards, and the splits in the manifest."""
+    files = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+    return files, read_manifest(folder)["splits"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", ["gpt2", "bos and eos"])
+def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, name, gpt2):
+    tokenizer = gpt2
+    if name != "gpt2":
+        words = models.WordLevel({"<s>": 0, "</s>": 1} | {w: i + 2 for i, w in enumerate(WORDS)})
+        tokenizer = Tokenizer(words)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+        )
+    begin, end = document_marks(tokenizer)
+    texts = ["", *(make_text(30, seed).strip(".\n") for seed in range(300))]
+    ids = encode(tokenizer, texts)
+    ids[5] = [*begin, *ids[5], *end]  # the separators of other trainers
+    ids[6] += begin
+    for column, rows in (("text", texts), ("tokens", ids)):
+        path = tmp_path / f"{column}.{suffix}"
+        if suffix == "jsonl":
+            path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+        else:
+            write_parquet(path, rows, column)
+        sources = corpus_files(find_files(path, is_text, "text"), column, tokenizer)
+        options = {"source": "a corpus", "shard_tokens": 1000, "workers": 2}
+        prepare_sources(sources, tokenizer, tmp_path / column, **options)
+    files, splits = shards_in(tmp_path / "tokens")
+    assert (files, splits) == shards_in(tmp_path / "text") and len(files) > 8
+    assert splits["val"]["documents"] > 4
+
+
+def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
+    ids = [[seed] * 1000 for seed in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in ids))
+    args = ("text", tmp_path / "a.jsonl", "--column", "ids", "--tokenizer", "bytes")
+    run_recipe("prepare_data", *args, "--data_dir", tmp_path / "d")
+    for split, count in (("train", 950), ("val", 50)):
+        stream = TokenStream(tmp_path / "d", split)
+        expected = [256, *[0] * count, 256, *[1] * count, 256, *[2] * count]
+        assert stream.read(0, stream.tokens).tolist() == expected
+    with refused("line 1, holds token ids: give the tokenizer that made them by --tokenizer"):
+        run_recipe("prepare_data", *args[:-1], "bpe", "--data_dir", tmp_path / "e")
+
+
+@pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
+def test_what_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
+    (tmp_path / "a.jsonl").write_text(f'{{"ids": [1]}}\n{json.dumps({"ids": row})}\n')
+    with refused("a.jsonl, line 2, holds .* which is not a token id from 0 to 256"):
+        corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
+
+
+def test_a_wrong_column_of_parquet_is_named_with_its_row(tmp_path):
     write_parquet(tmp_path / "b.parquet", [[1, 2.0]], "ids")
-    with refused("b.parquet, row 0, has a value of type list in 'ids', not a text"):
-        corpus_files({tmp_path / "b.parquet": "b"}, "ids")
+    with refused("b.parquet, row 0, holds"):
+        corpus_files({tmp_path / "b.parquet": "b"}, "ids", byte_tokenizer())
     with refused("b.parquet.* --column ids"):
         sources_of(tmp_path)
 

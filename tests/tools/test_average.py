@@ -1,24 +1,42 @@
-"""The program of docs/checkpoints.md that averages checkpoints."""
+"""`export.py --average`: the mean of checkpoints, as transformers reads them."""
 
-import re
-
+import pytest
 import torch
-from conftest import run
-from launching import ROOT
+from conftest import randomized, refused, run, run_recipe
 from transformers import AutoModelForCausalLM
 
+from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.tokenizer import byte_tokenizer
 
-def test_the_documented_average_is_the_mean_of_the_checkpoints(tiny, tmp_path):
+
+def tensors_of(folder):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_the_mean_in_fp64_in_the_dtype_of_the_files(tmp_path, dtype):
+    for step in (1, 2, 5, 10):
+        model = randomized(GPT(GPTConfig(257, 32, 2, 2, 32, bias=step > 2))).to(dtype)
+        save_pretrained(model, tmp_path / f"run/checkpoint-{step}", byte_tokenizer())
+    flags = "--model", tmp_path / "run", "--average", 2, "--output", f"{tmp_path}/average/"
+    run_recipe("export", *flags)
+    used = [tensors_of(tmp_path / f"run/checkpoint-{step}") for step in (5, 10)]
+    for name, tensor in tensors_of(tmp_path / "average").items():
+        mean = sum(tensors[name].double() for tensors in used) / 2
+        assert tensor.dtype == dtype and torch.equal(tensor, mean.to(dtype)), name
+    with refused("exists already, and an export does not overwrite it"):
+        run_recipe("export", *flags)
+
+
+def test_checkpoints_of_a_run_are_averaged_if_there_are_enough(tiny, tmp_path):
     run(tiny("run", max_steps=2, save_every=1))
-    page = (ROOT / "docs/checkpoints.md").read_text()
-    [program] = re.findall(r"^```python\n(import torch\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    folders = [tmp_path / "run/checkpoint-1", tmp_path / "run/checkpoint-2", tmp_path / "average"]
-    names = "runs/quickstart/checkpoint-750", "runs/quickstart/checkpoint-1000", "runs/average"
-    for given, own in zip(names, folders, strict=True):
-        assert program.count(given) == 1
-        program = program.replace(given, str(own))
-    exec(program, {})
-    first, second, mean = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in folders)
-    for name, tensor in mean.items():
-        expected = (first[name].double() + second[name].double()) / 2
-        assert torch.equal(tensor, expected.float()), name
+    flags = "--model", tmp_path / "run", "--output", tmp_path / "average", "--average"
+    with refused("--average 3 needs 3 checkpoints, 2 are there: train with --keep_last 3$"):
+        run_recipe("export", *flags, 3)
+    assert not (tmp_path / "average").exists()
+    run_recipe("export", *flags, 2)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    first, second = (tensors_of(tmp_path / f"run/checkpoint-{step}")[name] for step in (1, 2))
+    assert torch.equal(tensors_of(tmp_path / "average")[name], (first + second) / 2)

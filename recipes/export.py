@@ -1,0 +1,51 @@
+"""Export the mean of a run's last checkpoints as a Hugging Face model directory, which every recipe takes.
+
+    python recipes/export.py --model runs/quickstart --average 2 --output runs/average
+
+It may have a lower validation loss than the last checkpoint. For GGUF and ONNX see docs/hub.md.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpt2_accel import cli
+from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
+from gpt2_accel.config import check_ranges, parse_config, required, setting
+from gpt2_accel.hf.convert import save_pretrained
+from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tools.average import average
+
+
+@dataclass
+class Export:
+    model: str = required("run's folder")
+    average: int = required("number of the last checkpoints whose mean is written")
+    output: str = required("folder to write")
+    verify: bool = setting(True, "compare the checkpoints' files with their checksums first")
+
+    def __post_init__(self) -> None:
+        check_ranges(self, positive="average")
+        if Path(self.output).exists():
+            raise FileExistsError(
+                f"{self.output} exists already, and an export does not overwrite it: choose another --output"
+            )
+
+
+def main() -> None:
+    config = parse_config(Export)
+    found = list_checkpoints(config.model)
+    if len(found) < config.average:
+        raise ValueError(
+            f"--average {config.average} needs {config.average} checkpoints, {len(found)} are there: train with "
+            f"--keep_last {config.average}"
+        )
+    checkpoints = found[-config.average :]
+    for path in checkpoints:
+        verified_directory(path, config.verify)
+    save_pretrained(average(checkpoints), config.output, load_tokenizer(checkpoints[-1]))
+    names = ", ".join(path.name for path in checkpoints)
+    print(f"The mean of {names} is in {config.output}.")
+
+
+if __name__ == "__main__":
+    cli.run(main)
