@@ -1,6 +1,5 @@
 """The log of a run: measures the training, and writes metrics and samples to files, terminal and trackers; `status.json`."""
 
-import os
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
+PROCESS = psutil.Process()
 SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
 
 
@@ -64,7 +64,6 @@ class RunLog(AbstractContextManager):
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # at the last line of figures
-        self._cpu_times = cpu_times()
         self._best = 0.0  # tokens per second
         self.resume()
         return self
@@ -110,14 +109,14 @@ class RunLog(AbstractContextManager):
         self._bar.set_postfix({"at": self.step, **shown}, refresh=False)
 
     def explain(self, speed: float) -> None:
-        """Prints a warning if the speed has halved and other processes used a fifth of the CPU time or more."""
-        total, own = cpu_times()
-        others = 1 - (own - self._cpu_times[1]) / (total - self._cpu_times[0] + 1e-9)
-        self._cpu_times = total, own
-        if speed < self._best / 2 and others > 0.2:
+        """Prints a warning if the speed has halved and other processes use a fifth of a core or more."""
+        others = (
+            psutil.cpu_percent() * psutil.cpu_count() - PROCESS.cpu_percent()
+        )  # since the last call
+        if speed < self._best / 2 and others > 20:
             self.print_line(
-                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other processes used {others:.0%} of "
-                "the CPU time"
+                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other processes use {others:.0f}% of a "
+                "CPU core"
             )
             self._best = speed  # warns again at a further fall
         self._best = max(self._best, speed)
@@ -159,12 +158,6 @@ class RunLog(AbstractContextManager):
         if self._files:
             self._files[0].write(line)
         return line
-
-
-def cpu_times() -> tuple[float, float]:
-    """Returns the CPU time in seconds of all processes of the machine, and of those of this run on it."""
-    own = time.process_time() * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return sum(psutil.cpu_times()[:3]), own  # user, nice, system
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
