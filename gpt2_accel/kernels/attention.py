@@ -17,7 +17,7 @@ from gpt2_accel import kernels
 
 # cuDNN before 9.15.1 computes wrong values for other lengths (pytorch/pytorch#169849).
 CUDNN_LENGTHS = 128
-# Up to this length a CPU trains faster with attention in fp32 than in bf16, casts included: in 0.25 to 0.65 of the time.
+# Up to this length a CPU trains faster with attention in fp32 than in bf16, casts included: in 0.5 to 0.8 of the time.
 SHORT = 128
 NARROWEST = 16  # channels of a head, for FlexAttention
 
