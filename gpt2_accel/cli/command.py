@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NoReturn
 
 import gpt2_accel
 from gpt2_accel import cli
@@ -104,6 +103,7 @@ def launch(*args: str) -> None:
     recipe, options = find("recipe", args[at], RECIPES), args[at + 1 :]
     if {"-h", "--help"} & {*options}:  # needs no launcher, which takes seconds
         start(recipe, "--help")
+        return
     chosen = args[:at]
     if not chosen or chosen[0].startswith("-"):
         chosen = (*fitting_launch(), *chosen)
@@ -129,7 +129,7 @@ def print_config(*args: str) -> None:
     print(path.read_text(encoding="utf-8"), end="")
 
 
-def start(*arguments: str | Path) -> NoReturn:
+def start(*arguments: str | Path) -> None:
     """Replaces this process by Python with `arguments`."""
     os.execv(sys.executable, [sys.executable, *map(str, arguments)])
 

@@ -238,7 +238,8 @@ class TextWriter:
                 unknown = int(np.count_nonzero(tokens == self.unknown))
             else:
                 tokens = piece.chunk
-                size = len(self.decode(tokens).encode())
+                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                size = len(text.encode())
             parts = (self.begin[: piece.begins], tokens, self.end[: piece.ends])
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
             found.append((piece, tokens, size, unknown))

@@ -1,4 +1,4 @@
-"""A checkpoint of release 0.3 resumes bit for bit; one of 0.1 is refused. `fixtures/README.md` says how they were
+"""A checkpoint of release 0.3 resumes with the same losses; one of 0.1 is refused. `fixtures/README.md` says how they were
 made."""
 
 import os
@@ -14,7 +14,6 @@ from launching import ROOT
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
-from gpt2_accel.runtime.files import digest
 
 FIXTURES = ROOT / "tests/fixtures"
 SAME_ON_EVERY_CPU = {
@@ -26,7 +25,7 @@ SAME_ON_EVERY_CPU = {
 }
 
 
-def test_a_checkpoint_of_release_0_3_resumes_bit_for_bit(data_dir, tmp_path):
+def test_a_checkpoint_of_release_0_3_resumes_with_the_same_losses(data_dir, tmp_path):
     made = read_json(FIXTURES / "checkpoint-0.3.json")
     shutil.copytree(FIXTURES / "checkpoint-0.3", tmp_path / "old/checkpoint-4")
     settings = made["flags"].split()
@@ -42,7 +41,6 @@ def test_a_checkpoint_of_release_0_3_resumes_bit_for_bit(data_dir, tmp_path):
     assert found == pytest.approx(made["losses"], abs=1e-4)
     if platform.machine() == "x86_64" and torch.__version__.startswith("2.13.0"):
         assert found == made["losses"]
-        assert digest(tmp_path / "run/model.safetensors") == made["weights"]
 
 
 def test_a_checkpoint_of_release_0_1_is_refused_but_its_model_loads(tmp_path):
