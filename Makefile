@@ -78,9 +78,10 @@ docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link 
 	$(BIN)/zensical build --clean --strict
 	find site -name '*.html' -o -name search.json | ADDRESS='$(ADDRESS)' xargs perl -pi -e 's/\bADDRESS\b/$$ENV{ADDRESS}/g'
 
-lint: .venv/installed-dev  ## what the linter says
+lint: .venv/installed-dev  ## what the linter and the type checker say
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: .venv/installed-dev  ## fix what the linter can
 	$(BIN)/ruff check --fix .

@@ -27,7 +27,7 @@ from gpt2_accel.tokenizer import document_marks, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NewModel = Callable[[TrainConfig, "PreTrainedTokenizerBase"], Trainable]
+NewModel = Callable[[Any, "PreTrainedTokenizerBase"], Trainable]
 """(settings, the tokenizer of the data) -> a model."""
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -75,8 +75,8 @@ def byte_tokenizer() -> "PreTrainedTokenizerBase":
     return _bpe([*byte_symbols(), END_OF_TEXT], [])
 
 
-def _bpe(tokens: Iterable[str], merges: list[tuple[str, ...]]) -> "PreTrainedTokenizerBase":
-    """Returns a byte-level BPE with GPT-2's word splitting; `tokens` are in the order of their ids."""
+def _bpe(tokens: Iterable[str], merges: Any) -> "PreTrainedTokenizerBase":
+    """Returns a byte-level BPE with GPT-2's word splitting; `tokens` are in the order of their ids, `merges` pairs of them."""
     from transformers import GPT2Tokenizer
 
     return GPT2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
@@ -184,7 +184,8 @@ def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
     is not tried.
     """
     tokens = (tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer)))
-    word = next(filter(str.isalnum, map(str.strip, tokens)), "")
+    words = (str(text).strip() for text in tokens)
+    word = next((text for text in words if text.isalnum()), "")
     texts = [word, f",{word}", f"{word},{word}", f"{word} {word}".strip()]
     try:
         context, continuation, both, spaced = encode(tokenizer, texts)
@@ -208,7 +209,7 @@ def check_vocabulary(
         )
 
 
-def _from_pretrained(kind: type, name: str | Path) -> "PreTrainedTokenizerBase":
+def _from_pretrained(kind: Any, name: str | Path) -> "PreTrainedTokenizerBase":
     """Returns what the class `kind` loads. Raises `FileNotFoundError` if it is not a tokenizer."""
     reason = "no tokens"
     try:
@@ -289,7 +290,7 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
     # No special token is allowed above. But without any, tiktoken searches for the empty string, which takes half as
     # long again.
     specials = {END_OF_TEXT: vocab.pop(END_OF_TEXT)}
-    ranks = {bytes(map(byte_of.get, token)): rank for token, rank in vocab.items()}
+    ranks = {bytes(byte_of[symbol] for symbol in token): rank for token, rank in vocab.items()}
     return tiktoken.Encoding(
         "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=specials
     )
@@ -336,12 +337,13 @@ def text_ends(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Describes the tokens between documents."""
-    begin, end = map(tokenizer.convert_ids_to_tokens, document_marks(tokenizer))
+    begin, end = document_marks(tokenizer)
     if not begin:
         return (
             f"documents are not separated: the tokenizer has neither {END_OF_TEXT} nor BOS nor EOS"
         )
-    return "each document begins with " + " and ends with ".join(begin + end)
+    marks = tokenizer.convert_ids_to_tokens(begin + end)
+    return "each document begins with " + " and ends with ".join(marks)
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -157,7 +157,7 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
             loss = read_state(path)["val_loss"]
             if loss is not None:
                 losses[path] = loss
-    return min(losses, key=losses.get, default=None)
+    return min(losses, key=lambda path: losses[path], default=None)
 
 
 def point_to(link: Path, target: Path) -> None:

@@ -121,7 +121,7 @@ class CheckpointWriter(AbstractContextManager):
         Newer ones can only be damaged. They are neither counted nor removed: the run replaces them.
         """
         checkpoints = self._up_to(step)
-        keep = checkpoints[-self.config.keep_last :]
+        keep: list[Path | None] = [*checkpoints[-self.config.keep_last :]]
         every = self.config.keep_every
         if every:
             keep += [path for path in checkpoints if step_of(path) % every == 0]

@@ -70,8 +70,10 @@ def answer_pieces(
     """
 
     def text(count: int, prompt: bool = False) -> str:
-        options = {"tokenize": False, "add_generation_prompt": prompt}
-        return tokenizer.apply_chat_template(list(messages[:count]), **options)
+        first = [dict(message) for message in messages[:count]]
+        return str(
+            tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=prompt)
+        )
 
     whole = text(len(messages))
     end = 0
@@ -129,10 +131,10 @@ def prompt_tokens(
 
 def _render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
-) -> Mapping[str, list[int]]:
-    """Returns what the chat template and the tokenizer make of a conversation."""
+) -> Any:
+    """Returns what the chat template and the tokenizer make of a conversation, a mapping to lists of integers."""
     return tokenizer.apply_chat_template(
-        list(messages),
+        [dict(message) for message in messages],
         return_dict=True,
         tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
         **options,

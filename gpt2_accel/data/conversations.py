@@ -156,7 +156,7 @@ def encode_files(
     special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
     items = []
     keys = []
-    problems = {}
+    problems: dict[str, list[Any]] = {}
     first_keys: dict[int, int] = {}
     for path in progress(files, "tokenizing", len(files)):
         for row, place in unchanged(read_rows(path), path, files[path]):
@@ -196,7 +196,7 @@ def encode_pair(
         counted = [False] * len(messages)
         counted[-1] = True
         item.append(encode_messages(tokenizer, special, messages, counted))
-    if np.array_equal(*item):  # a template trims spaces
+    if np.array_equal(item[0], item[1]):  # a template trims spaces
         raise Problem(EQUAL)
     return item, pair[0][:-1]
 

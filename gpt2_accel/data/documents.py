@@ -80,7 +80,8 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
     held = ""
     for part in parts:
         if not isinstance(part, str):
-            held = part
+            if len(part):
+                yield part
             continue
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
@@ -89,7 +90,7 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
                 cut = match.end() if match else len(held)
                 yield held[:cut]
                 held = held[cut:]
-    if len(held):
+    if held:
         yield held
 
 
@@ -102,4 +103,5 @@ def next_cut(path: Path, offset: int) -> int:
         file.seek(offset)
         text = file.read(CHUNK).decode("utf-8", "surrogateescape")
     match = re.search(WORD_END, text) or re.match("[\udc80-\udcff]*", text)
+    assert match is not None  # the second matches any text
     return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -232,8 +232,9 @@ class Loader:
                 found[:, row] = read_window(self.streams[i], window, self.sequence_length)
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
-        batch = Batch(*map(torch.from_numpy, found[: 2 + self.packed]))
-        return batch._replace(numbers=torch.from_numpy(samples[:, 1]))
+        input_ids, targets, documents = torch.from_numpy(found)
+        numbers = torch.from_numpy(samples[:, 1])
+        return Batch(input_ids, targets, documents if self.packed else None, numbers=numbers)
 
     def end(self) -> None:
         """Raises the `problem`, if there is one."""
@@ -341,8 +342,8 @@ class EvalLoader(Loader):
         self.mine = np.array(samples)[self.numbers]
         self.rounds = -(-self.windows // (self.world_size * self.batch_size))
         self.bytes_per_token = None
-        if all(stream.bytes for stream in self.streams):
-            ratios = [stream.bytes / stream.tokens for stream in self.streams]
+        ratios = [stream.bytes / stream.tokens for stream in self.streams if stream.bytes]
+        if len(ratios) == len(self.streams):
             self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:

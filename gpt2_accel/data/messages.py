@@ -103,9 +103,9 @@ def raw_messages(row: dict, place: str) -> list:
         found = [{**message, "weight": 0} for message in asked]
         found += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
-        asked = text_of(fields["instruction"])
+        task = text_of(fields["instruction"])
         given = text_of(fields.get("input") or fields.get("context"))
-        both = [text for text in (asked, given) if text.strip()]
+        both = [text for text in (task, given) if text.strip()]
         found = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
     elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
@@ -139,9 +139,9 @@ def listed(value: Any) -> Any:
     return value
 
 
-def role_of(message: dict) -> str:
+def role_of(message: dict[str, Any]) -> str:
     """Returns the role of a message, one of `ROLES`' values. Raises `KeyError` for another."""
-    return ROLES[message.get("role") or message.get("from")]
+    return ROLES[message.get("role") or message["from"]]
 
 
 def text_of(content: Any) -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gpt2_accel.data.shards import (
     MANIFEST,
@@ -36,7 +37,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
-    splits = {}
+    splits: dict[str, dict[str, Any]] = {}
     for name in newest["splits"]:
         entries = [m["splits"][name] for m in manifests.values() if name in m["splits"]]
         if len(entries) == len(manifests):
@@ -52,8 +53,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         "mixture": parts,
         "splits": splits,
     }
-    with atomic_directory(data_dir) as folder:
+    with atomic_directory(data_dir) as scratch:
         if (first / "tokenizer").is_dir():
-            shutil.copytree(first / "tokenizer", folder / "tokenizer")
-        write_json(folder / MANIFEST, manifest)
+            shutil.copytree(first / "tokenizer", scratch / "tokenizer")
+        write_json(scratch / MANIFEST, manifest)
     return manifest

@@ -25,7 +25,8 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]
         for batch in found:
             if batch is None:
                 return
-            yield Batch(*(to_device(p, device) if torch.is_tensor(p) else p for p in batch))
+            own = {n: p for n, p in batch._asdict().items() if isinstance(p, torch.Tensor)}
+            yield batch._replace(**{name: to_device(part, device) for name, part in own.items()})
 
 
 class PrefetchLoader(AbstractContextManager):

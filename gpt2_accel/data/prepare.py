@@ -177,6 +177,7 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
                 continue
             begins = True
             for chunk, after in pairwise(chain(chunks, [None])):
+                assert chunk is not None
                 group.append(Piece(at, begins, after is None, split, chunk, place))
                 begins = False
                 size += len(chunk)
@@ -238,7 +239,7 @@ class TextWriter:
                 unknown = int(np.count_nonzero(tokens == self.unknown))
             else:
                 tokens = piece.chunk
-                text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
                 size = len(text.encode())
             parts = (self.begin[: piece.begins], tokens, self.end[: piece.ends])
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")

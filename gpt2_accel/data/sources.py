@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,10 +103,12 @@ def row_file(
 
     def documents() -> Iterator[Document]:
         for row, place in unchanged(read_rows(path, column), path, state):
-            key = value = column_of(row, column, place)
-            if isinstance(value, list):
-                value = token_ids(value, tokenizer, place)
-                key = tokenizer.decode(value, skip_special_tokens=True)
+            found = column_of(row, column, place)
+            value: str | np.ndarray
+            if isinstance(found, list):
+                value, key = token_ids(found, tokenizer, place)
+            else:
+                value = key = found
             if one_in:
                 parts = {split_of(key, one_in): value}
             else:
@@ -118,8 +120,10 @@ def row_file(
     return Source(f"{path}, {column}", documents, *state)
 
 
-def token_ids(row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str) -> np.ndarray:
-    """Returns a row of token ids of `tokenizer`, (n,) int64, without the tokens at its ends that separate documents.
+def token_ids(
+    row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str
+) -> tuple[np.ndarray, str]:
+    """Returns a row of token ids of `tokenizer`, (n,) int64, without the tokens at its ends that separate documents, and their text.
 
     Raises `ValueError` if one is not an integer, is negative or is not in the vocabulary, and without a tokenizer.
     """
@@ -136,7 +140,8 @@ def token_ids(row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str
     ids = np.array(row, np.int64)
     begin, end = document_marks(tokenizer)
     inside = np.flatnonzero(~np.isin(ids, begin + end))
-    return ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
+    ids = ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
+    return ids, str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 # Files of a corpus
@@ -157,8 +162,9 @@ def corpus_files(
         if row_suffix(path):
             rows.append(str(path))
         else:
-            splits[path] = split_of(name)
-            sizes[splits[path]] += path.stat().st_size
+            split = split_of(name)
+            splits[path] = split
+            sizes[split] += path.stat().st_size
     if not fits(sizes):
         splits = dict.fromkeys(splits)
     plain = [text_file(*file) for file in splits.items()]
@@ -331,7 +337,7 @@ def hub_files(
     return files, revision
 
 
-def data_set_info(name: str, revision: str | None, **options: bool) -> "DatasetInfo":
+def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetInfo":
     """Returns what the Hub knows of a data set, such as its commit; `options` are those of the client's `dataset_info`.
 
     One request, so that a wrong name or a missing network is reported within seconds. Raises `OSError` if the Hub has no

@@ -20,7 +20,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,7 +41,7 @@ NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin")
 LLMC_HEADER = 256 * 4  # bytes
 U2 = np.dtype("<u2")
 U4 = np.dtype("<u4")
-HEADERS = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
+HEADERS: dict[tuple, np.dtype] = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
 PROBED = 2048  # pairs of 16-bit values at each end of a file that show whether its ids are wider
 OWN_MAGIC = b"GPT2TOKS"  # of shards.py
 MOST_HELD_OUT = 10_000_000  # tokens
@@ -75,7 +75,7 @@ def third_party_manifest(folder: Path) -> dict | None:
         return None
     splits: dict[str, dict] = {}
     for split, name, tokens, offset in files:
-        new = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
+        new: dict[str, Any] = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
         entry = splits.setdefault(split, new)
         entry["tokens"] += tokens
         shard = {"file": name, "tokens": tokens, "offset": offset, "sha256": None}
@@ -101,7 +101,9 @@ def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[Fi
     for name in names:
         dtype, tokens, offset = find_tokens(folder / name)
         dtypes.add(dtype)
-        files.append((NAME.fullmatch(name)[1], name, tokens, offset))
+        match = NAME.fullmatch(name)
+        assert match is not None
+        files.append((match[1], name, tokens, offset))
     if dtypes == {U2}:
         return GPT2, U2, files
     own = folder / "tokenizer"
@@ -150,8 +152,8 @@ def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, lis
     kinds = set()
     for name in names:
         try:
-            kind, tokens, *_ = (folder / f"{name}.metadata").read_text().splitlines()
-            sizes[name] = int(tokens)
+            kind, size, *_ = (folder / f"{name}.metadata").read_text().splitlines()
+            sizes[name] = int(size)
             kinds.add(kind)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(

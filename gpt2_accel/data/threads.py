@@ -1,14 +1,14 @@
 """Calls a function for items in threads, ahead of need."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
 def in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int, ahead: int
-) -> Iterator[Any]:
+) -> Generator[Any]:
     """Yields the results of `function` for the items, in their order, from `workers` threads.
 
     At most `ahead` results are computed before they are asked for. An error is raised in place of its result. The threads

@@ -18,6 +18,7 @@ from gpt2_accel.estimate.memory import (
     state_bytes,
 )
 from gpt2_accel.hf.lora import describe_lora
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
 from gpt2_accel.runtime.files import readable_size
 from gpt2_accel.runtime.options import load_yaml
@@ -82,7 +83,7 @@ def dry_run(config: TrainConfig) -> str:
         f"micro-batch {size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]
-    if config.lora:
+    if isinstance(model, AnyModel) and config.lora:
         lines.append(describe_lora(model))
     if note:
         lines.append(note)

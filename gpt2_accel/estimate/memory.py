@@ -20,6 +20,7 @@ from gpt2_accel.hf.convert import configured_shape, read_config
 from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.runtime.device import (
     DTYPES,
@@ -95,6 +96,7 @@ def planned_model(config: TrainConfig, shape: ModelConfig) -> LanguageModel:
     with torch.device("meta"):
         model = shape.build()
         if config.lora:
+            assert isinstance(model, AnyModel)
             add_lora(model, config, (), "")
     set_dtype(model, config)
     return model

@@ -6,7 +6,7 @@ answer is generated greedily.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -64,7 +64,7 @@ class ChatAnswers:
         starts = range(0, len(self.questions), TOGETHER)
         batches = [self.questions[start : start + TOGETHER] for start in starts]
         own = batches[accelerator.process_index :: accelerator.num_processes]
-        found: list[tuple[str, str, str, str]] = []  # group, expected, answer, how it ended
+        found: list[tuple[str, str, str, str | None]] = []  # group, expected, answer, how it ended
         for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
             room = self.n_positions - batch[-1].tokens
             sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
@@ -75,11 +75,11 @@ class ChatAnswers:
         return chat_scores(gather_object(found))
 
 
-def chat_scores(found: Sequence[tuple[str, str, str, str]]) -> dict[str, float]:
+def chat_scores(found: Sequence[tuple[str, str, str, str | None]]) -> dict[str, float]:
     """Returns the results for answers: the group, the expected answer, the answer, and how it
     ended."""
     ends = [answer[-1] for answer in found]
-    parts = {
+    parts: dict[str, dict[str, list[Any]]] = {
         "exact_match": matches(found),
         "stop_rate": {"predictions": ends, "references": ["end_of_text"] * len(ends)},
     }
@@ -88,7 +88,7 @@ def chat_scores(found: Sequence[tuple[str, str, str, str]]) -> dict[str, float]:
     return combine("chat", "exact_match", parts)
 
 
-def matches(found: Sequence[tuple[str, str, str, str]]) -> dict[str, list[str]]:
+def matches(found: Sequence[tuple[str, str, str, str | None]]) -> dict[str, list[Any]]:
     """Returns the columns of `exact_match` for answers, as in `chat_scores`."""
     _, expected, answers, _ = map(list, zip(*found, strict=True))
     return {"predictions": answers, "references": expected}

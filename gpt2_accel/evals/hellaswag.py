@@ -8,7 +8,7 @@ llm.c) or in characters (`acc_norm_per_char`, as lm-evaluation-harness, whose te
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question, lengths_of
@@ -65,7 +65,7 @@ class HellaSwag(LikelihoodTask):
             "acc_norm_per_token": list(map(lengths_of, self.questions)),
             "acc_norm_per_char": self.characters,
         }
-        columns = {"scores": scores, "references": self.labels}
+        columns: dict[str, list[Any]] = {"scores": scores, "references": self.labels}
         parts = {name: columns | {"lengths": divisors} for name, divisors in lengths.items()}
         return combine("hellaswag", "choice_accuracy", parts)
 

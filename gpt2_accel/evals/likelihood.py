@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.models import evaluating
+from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.runtime.device import to_device
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import encode, text_start
@@ -90,9 +90,7 @@ def batch_tokens(vocab_size: int) -> int:
     return min(BATCH_TOKENS, LOGIT_VALUES // vocab_size)
 
 
-def token_scores(
-    model: torch.nn.Module, batch: Sequence[Row], greedy: bool = False
-) -> torch.Tensor:
+def token_scores(model: LanguageModel, batch: Sequence[Row], greedy: bool = False) -> torch.Tensor:
     """Returns the negative log-likelihood in nats of the rows' last tokens, 0 for those that are
     not predicted, (B, S).
 

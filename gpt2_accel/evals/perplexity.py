@@ -9,7 +9,7 @@ A shorter stride gives tokens more context and costs more.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, Row
@@ -60,7 +60,7 @@ class TextPerplexity(LikelihoodTask):
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `text/loss` per token in nats, with its standard error over windows,
         `perplexity_per_token` and `bits_per_byte`."""
-        columns = {
+        columns: dict[str, list[Any]] = {
             "nats": [-value for (value,) in scores],
             "tokens": [window.predicted for (window,) in self.questions],
         }

@@ -160,7 +160,7 @@ def update_text(
         ids = ids[:-1]
     elif len(ids) == sampling.max_new_tokens:
         completion.ended = "length"
-    text = tokenizer.decode(ids)
+    text = str(tokenizer.decode(ids))
     stops = [text.find(stop) for stop in sampling.stop if stop in text]
     if stops:
         completion.ended = "stop"
@@ -181,7 +181,7 @@ def whole_text(tokenizer: "PreTrainedTokenizerBase", completion: Completion) -> 
     chat template."""
     if isinstance(completion.prompt, str):
         return completion.prompt + completion.text
-    return tokenizer.decode(encode_prompt(tokenizer, completion.prompt) + completion.ids)
+    return str(tokenizer.decode(encode_prompt(tokenizer, completion.prompt) + completion.ids))
 
 
 def user_turn(text: str) -> list[dict[str, str]]:

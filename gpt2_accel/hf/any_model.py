@@ -14,7 +14,7 @@ from gpt2_accel.models.any_model import AnyConfig, AnyModel, sees_later_tokens
 from gpt2_accel.runtime.files import sentence
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig
 
 
 def any_config(values: Mapping[str, Any], note: str, attention: str | None = None) -> AnyConfig:
@@ -26,7 +26,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    model_type = values.get("model_type")
+    model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"transformers has no model of the type {model_type!r} without remote code: choose "
@@ -34,7 +34,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
         )
     kind = CONFIG_MAPPING[model_type]
     config = kind.from_dict(kind._decode_special_floats(dict(values)))  # such as infinity
-    kinds = AutoModelForCausalLM._model_mapping
+    kinds: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in kinds.keys() or config.is_encoder_decoder:
         raise ValueError(f"{model_type} is not a causal language model: choose a model of text")
     name = kinds[type(config)].__name__
@@ -61,8 +61,9 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     Tensors that the class does not have are named in the shape's `note`. Raises `ValueError` for a
     missing or misshapen tensor, which `transformers` would initialise at random, and for what
     `transformers` cannot open."""
-    options = {} if shape.attention is None else {"attn_implementation": shape.attention}
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if shape.attention is not None:
+        options["attn_implementation"] = shape.attention
     try:
         inner, found = open_class(directory, **options)
     except Exception as error:  # the library raises several types
@@ -81,9 +82,9 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     return AnyModel(shape, inner.train())
 
 
-def open_class(directory: Path, **options: Any) -> "PreTrainedModel | tuple[PreTrainedModel, dict]":
+def open_class(directory: Path, **options: Any) -> Any:
     """Opens a directory with the class of `transformers`, in fp32. `options` are those of its
-    `from_pretrained`."""
+    `from_pretrained`, which may return a pair."""
     from transformers import AutoModelForCausalLM
 
     with quiet():

@@ -74,9 +74,9 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
         once = np.stack(conversation_tokens(tokenizer, TURN))
         twice = np.stack(conversation_tokens(tokenizer, TURN + TURN))
         counted = once[0, once[1] > 0].tolist()
-        marked = [token for token in counted if tokenizer.decode([token]).strip()]
+        marked = [token for token in counted if str(tokenizer.decode([token])).strip()]
         if marked and np.array_equal(twice[:, : once.shape[1]], once):
-            token = tokenizer.convert_ids_to_tokens(marked[-1])
+            token = str(tokenizer.convert_ids_to_tokens(marked[-1]))
             if token in tokenizer.get_added_vocab():
                 return token
         problem = ""

@@ -104,7 +104,7 @@ def save_pretrained(
             training,
             CUSTOM if custom else config.architecture,
             chat=chat,
-            adapter=opening_lines(model) if getattr(model, "adapter", None) else "",
+            adapter=opening_lines(model) if isinstance(model, AnyModel) and model.adapter else "",
             custom=custom and f"{custom}. Its class is `{class_name(type(model))}`",
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -148,7 +148,8 @@ def hf_config(
     sizes = {theirs: getattr(config, ours) for theirs, ours in table.fields.items()}
     # Without an id NanoChat's class takes token 1 for padding, and does not train its embedding.
     ids = {"pad_token_id": None} | dict(special_ids)
-    return CONFIG_MAPPING[config.architecture](
+    kind: Any = CONFIG_MAPPING[config.architecture]
+    return kind(
         **sizes,
         **table.write(config),
         **ids,
@@ -199,6 +200,7 @@ def from_pretrained(
     if is_adapter(directory):
         model = from_pretrained(base_of(directory), attention=attention, reason=LORA)
         rows = len(load_tokenizer(directory))
+        assert isinstance(model, AnyModel)
         model = with_rows_of_class(model, model.config.vocab_size, rows)
         load_lora(model, directory)
         return merged(model) if merge else model
@@ -344,7 +346,7 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
         return f"models/ has no {model_type}"
     table = conversion(model_type)
     # HF's class checks types, reads old spellings and adds what the file leaves out.
-    config = CONFIG_MAPPING[model_type].from_dict(values)
+    config = CONFIG_MAPPING[model_type].from_dict(dict(values))
     channels = config.hidden_size // (config.num_attention_heads or 1)
     values = {"bias": True, "head_dim": channels} | config.to_dict()
     for key, allowed in table.supported.items():

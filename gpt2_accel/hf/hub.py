@@ -65,7 +65,10 @@ def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
 
     repo_id, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repo_id, revision=revision or None, allow_patterns=patterns))
+        folder = snapshot_download(
+            repo_id, revision=revision or None, allow_patterns=list(patterns)
+        )
+        return Path(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its "
@@ -154,3 +157,4 @@ def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "
                     "again"
                 ) from error
             time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")

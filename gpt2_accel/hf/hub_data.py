@@ -69,14 +69,16 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
     found = data_set_info(repo_id, revision or None, files_metadata=True)
-    if not any(file.rfilename.endswith((MANIFEST, ".bin", ".ds")) for file in found.siblings):
+    files = found.siblings or []
+    if not any(file.rfilename.endswith((MANIFEST, ".bin", ".ds")) for file in files):
         raise ValueError(
             f"{repo_id} holds no prepared data, since {MANIFEST} is missing: prepare its text by prepare_data.py hf"
         )
-    size = sum(file.size or 0 for file in found.siblings)
-    print(f"{repo_id}: {len(found.siblings):,} files, {readable_size(size)}", flush=True)
-    work = data_dir.with_name(f".{data_dir.name}.{found.sha[:12]}.partial")
-    download(repo_id, found.sha, work)
+    size = sum(file.size or 0 for file in files)
+    print(f"{repo_id}: {len(files):,} files, {readable_size(size)}", flush=True)
+    commit = str(found.sha)
+    work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
+    download(repo_id, commit, work)
     verify_data(work)
     work.rename(data_dir)
     return read_manifest(data_dir)

@@ -10,7 +10,9 @@ from gpt2_accel.models.llama import LlamaConfig
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     """Returns the base of the rotary frequencies; `dropout` must be 0."""
-    config_class(values["model_type"]).check_dropout(dropout)
+    kind = config_class(values["model_type"])
+    assert issubclass(kind, LlamaConfig)
+    kind.check_dropout(dropout)
     rotary = values["rope_parameters"]
     if rotary["rope_type"] != "default":
         raise DifferentModel(f"its rotary positions are scaled ({rotary['rope_type']})")

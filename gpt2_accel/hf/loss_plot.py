@@ -20,7 +20,10 @@ INK = "#202124"
 FAINT = "#d5d7db"
 WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
 LOSSES = "nats per token: training faint, validation bold"
-LOSS_STYLES = {"train/loss": {"linewidth": 0.8, "alpha": 0.5}, "val/loss": {"linewidth": 2}}
+LOSS_STYLES: dict[str, dict[str, Any]] = {
+    "train/loss": {"linewidth": 0.8, "alpha": 0.5},
+    "val/loss": {"linewidth": 2},
+}
 
 Curve = tuple[list[float], list[float], Mapping[str, Any]]  # x, y, properties of the line
 
@@ -71,7 +74,7 @@ def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
     top = []
     for x, y, style in curves:
         marker = "o" if len(x) <= 60 else None
-        ax.plot(x, y, **({"marker": marker, "markersize": 3} | style))
+        ax.plot(x, y, **{"marker": marker, "markersize": 3, **style})
         bottom += y
         top += y[len(y) // 20 :]
     if top:

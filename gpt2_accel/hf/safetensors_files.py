@@ -41,7 +41,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
 
 def is_adapter(directory: Path) -> bool:

@@ -6,6 +6,7 @@ Functions such as `cross_entropy.applies` say whether to use one in place of pla
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class KernelChoices:
 choices = KernelChoices()
 
 
-def choose(**changes: object) -> None:
+def choose(**changes: Any) -> None:
     """Replaces `choices` by a copy with these fields."""
     global choices
     choices = replace(choices, **changes)

@@ -33,7 +33,7 @@ def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
     if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return torch.autocast("cpu", enabled=False)
     if not causal or T % CUDNN_LENGTHS:
-        order = [name for name in order if name != "CUDNN_ATTENTION"]
+        order = tuple(name for name in order if name != "CUDNN_ATTENTION")
     if not (kernels.choices.enabled and order):
         return nullcontext()
     return sdpa_kernel([getattr(SDPBackend, name) for name in order], set_priority=True)

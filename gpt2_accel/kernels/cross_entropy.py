@@ -154,10 +154,9 @@ def chunked_cross_entropy(
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
-    gradient_, add_transposed_, transposed = (
-        fused(function) if compiled else function
-        for function in (scaled_gradient_, add_transposed, transpose)
-    )
+    gradient_ = fused(scaled_gradient_) if compiled else scaled_gradient_
+    add_transposed_ = fused(add_transposed) if compiled else add_transposed
+    transposed = fused(transpose) if compiled else transpose
     # The CPU reads each row several times: few rows at once stay in its cache. Uncompiled, the softmax copies them.
     on_cpu = x.device.type == "cpu"
     at_once = ROWS_IN_CACHE if on_cpu else rows if compiled else LOGITS_AT_ONCE // len(weight) + 1

@@ -56,7 +56,7 @@ class Muon(torch.optim.AdamW):
 
     def muon_step(self, group: dict) -> None:
         """Updates the matrices of `group`, those of one shape in one batch: a CPU is slow at many small products."""
-        batches: dict[tuple, list[tuple[nn.Parameter, int]]] = {}
+        batches: dict[tuple, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.grad is None:
                 continue
@@ -64,17 +64,17 @@ class Muon(torch.optim.AdamW):
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
             count = param.shape[0] if param.ndim == 3 else self.stacked.get(name, 1)
             key = (param.shape, count) if is_shard(param) else own_part(param, count).shape[1:]
-            batches.setdefault(key, []).append((param, count))
+            batches.setdefault(key, []).append((param, param.grad, count))
         for batch in batches.values():
             parts = [
-                (own_part(p, n), own_part(p.grad, n), own_part(self.state[p]["momentum_buffer"], n))
-                for p, n in batch
+                (own_part(p, n), own_part(grad, n), own_part(self.state[p]["momentum_buffer"], n))
+                for p, grad, n in batch
             ]
             weights, grads, buffers = zip(*parts, strict=True)
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             nesterov = torch.cat(torch._foreach_lerp(grads, buffers, self.momentum))
             nesterov = nesterov.to(iteration_dtype(nesterov.device))
-            param, count = batch[0]
+            param, _, count = batch[0]
             if not is_shard(param):
                 updates = orthogonalize_shared(nesterov)
             elif param.ndim == 2:

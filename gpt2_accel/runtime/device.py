@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import psutil
 import torch
@@ -52,14 +52,15 @@ GPUS = {
 }
 # The dtypes of mixed precision, by Accelerate's names.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Question = TypeVar("Question", bound=Callable)
+Inputs = ParamSpec("Inputs")
+Answer = TypeVar("Answer")
 
 
-def overridable(question: Question) -> Question:
+def overridable(question: Callable[Inputs, Answer]) -> Callable[Inputs, Answer]:
     """Decorates a function whose return value `GPT2_ACCEL_DEVICE` can override."""
 
     @functools.wraps(question)
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    def answer(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Answer:
         overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
         name = question.__name__
         return overrides[name] if name in overrides else question(*args, **kwargs)

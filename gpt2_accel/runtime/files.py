@@ -235,8 +235,9 @@ def digest(path: Path) -> str:
 
 def plain_name(name: object) -> bool:
     """Whether `name` is a relative path that stays below its folder."""
-    known = isinstance(name, str) and name != ""
-    return known and not name.startswith("/") and ".." not in name.split("/")
+    if not isinstance(name, str):
+        return False
+    return name != "" and not name.startswith("/") and ".." not in name.split("/")
 
 
 def readable_size(size: float) -> str:

@@ -1,5 +1,6 @@
 """The log of a run: measures the training, and writes metrics and samples to files, terminal and trackers; `status.json`."""
 
+import os
 import sys
 import threading
 import time
@@ -111,7 +112,7 @@ class RunLog(AbstractContextManager):
     def explain(self, speed: float) -> None:
         """Prints a warning if the speed has halved and other processes use a fifth of a core or more."""
         others = (
-            psutil.cpu_percent() * psutil.cpu_count() - PROCESS.cpu_percent()
+            psutil.cpu_percent() * (os.cpu_count() or 1) - PROCESS.cpu_percent()
         )  # since the last call
         if speed < self._best / 2 and others > 20:
             self.print_line(
@@ -206,7 +207,7 @@ class Status:
                 self.end("stopped", "SIGINT, twice")
             else:
                 progress = self.step() > self._first
-                requeue = progress if peer_failed(error) else self.stop.reason is not None
+                requeue = progress if error and peer_failed(error) else self.stop.reason is not None
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
 

@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
 
-    def parse_known_args(self, args=None, namespace=None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses the command line of this parser or of a sub-command's; raises `ValueError` for an unknown option."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -101,7 +101,11 @@ def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
     """Returns how a word becomes a value of a setting of type `hint`, or an item of it, and the word's name in `--help`."""
     if name == "micro_batch_size":
         return batch_size, "N"
-    kinds = {bool: (true_or_false, "BOOL"), int: (whole_number, "N"), float: (float, "X")}
+    kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
+        bool: (true_or_false, "BOOL"),
+        int: (whole_number, "N"),
+        float: (float, "X"),
+    }
     return kinds.get((get_args(hint) or (hint,))[0], (str, "TEXT"))  # int of int | None
 
 

@@ -21,7 +21,7 @@ class Progress(tqdm):
 
     def __init__(self, what: str, total: float | None, *, shown: bool = True, **options: Any):
         if sys.stderr.isatty():
-            shape = {"delay": DELAY, "dynamic_ncols": True}
+            shape: dict[str, Any] = {"delay": DELAY, "dynamic_ncols": True}
         else:
             shape = {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
             shape |= {"file": Lines(), "bar_format": LINE}

@@ -43,7 +43,7 @@ class StopRequest:
         self._signal: str | None = None
         self._requested: str | None = None
         self._received = math.inf  # time of the first signal, -infinity after a second
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
 
     @property
     def reason(self) -> str | None:
@@ -64,8 +64,9 @@ class StopRequest:
     def exit_code(self) -> int:
         """128 plus the number of the signal, as shells have it; 0 after `max_hours`. Also 0 under a launcher: it would
         report another code as a failure, and restart the run."""
-        stopped = self._signal is not None and not launched()
-        return 128 + signal.Signals[self._signal] if stopped else 0
+        if self._signal is None or launched():
+            return 0
+        return 128 + signal.Signals[self._signal]
 
     @property
     def seconds_left(self) -> float:

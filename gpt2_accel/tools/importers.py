@@ -9,7 +9,8 @@ import torch
 
 from gpt2_accel.hf.gpt2 import MATRICES
 from gpt2_accel.hf.tensors import from_hf
-from gpt2_accel.models.gpt2 import GPT, GPTConfig
+from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 
@@ -17,7 +18,7 @@ class PickledConfig:
     """Replaces the config object that build-nanogpt pickles: its values without its code."""
 
 
-def read_checkpoint(path: str | Path) -> GPT:
+def read_checkpoint(path: str | Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
     Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The

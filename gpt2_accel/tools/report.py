@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from itertools import chain, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment
 
@@ -85,9 +85,9 @@ class Run:
             entries = read_record(place / "evaluation.json").values()
             self.evaluated += [entry["results"] for entry in entries]
 
-    def newest(self) -> dict[str, object]:
+    def newest(self) -> dict[str, Any]:
         """Returns the newest value of each metric, those of evaluations included."""
-        found = {}
+        found: dict[str, Any] = {}
         for line in chain(self.lines, self.evaluated):
             found |= line
         return found
@@ -140,7 +140,7 @@ def report_of(runs: list[Run]) -> tuple[str, dict[str, "Figure"]]:
     return document, figures
 
 
-def facts(run: Run) -> dict[str, object]:
+def facts(run: Run) -> dict[str, Any]:
     """Returns a run's metadata and progress by title; the state is such as `stopped at update 120:
     SIGTERM`."""
     state = ""
@@ -202,7 +202,7 @@ def draw(runs: list[Run], metrics: Iterable[str]) -> dict[str, "Figure"]:
     else:
         title = "validation loss in bits per byte"
         styles = {"val/bits_per_byte": {"linewidth": 2}}
-    plots = {}
+    plots: dict[str, tuple[str, dict[str, dict], str]] = {}
     for axis in AXES:
         plots["loss" if axis == "tokens" else f"loss-over-{axis}"] = (title, styles, axis)
     training = [f"train/{name}" for name in TRAINING]
@@ -222,7 +222,7 @@ def draw_one(
     """Draws metrics, by their styles, of all runs over one of `AXES`, and OpenAI's results; returns
     None for fewer than two values. OpenAI's results have a legend, too."""
     curves = []
-    known = {}
+    known: dict[str, Any] = {}
     for name, style in styles.items():
         known |= published(runs, name)
         for run, colour in zip(runs, cycle(COLOURS), strict=False):

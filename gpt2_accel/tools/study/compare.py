@@ -131,27 +131,30 @@ def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
         shares.append(own.pop(WARMUP, None))
         changes.append((f"{name}-seed{seed}", own))
     trials = read_trials(recipe, changes)
+    resized = []
     for (_, _, _, budget), share, trial in zip(points, shares, trials, strict=True):
+        own = dict(trial.changes)
         each = trial.config.total_batch_size
         if study.unit == "flops":
             each *= trial.flops_per_token
         updates = max(1, round(budget / each)) if budget else trial.config.max_steps
-        trial.changes["max_steps"] = updates
+        own["max_steps"] = updates
         if share is not None:
-            if "warmup_steps" in trial.changes or not 0 <= float(share) <= 1:
+            if "warmup_steps" in own or not 0 <= float(share) <= 1:
                 raise ValueError(
                     f"{trial.label}: {WARMUP} is {share!r}: give a number from 0 to 1, and no "
                     "warmup_steps"
                 )
-            trial.changes["warmup_steps"] = round(share * updates)
+            own["warmup_steps"] = round(share * updates)
         if not trial.config.eval_every:
             raise ValueError(
                 f"{trial.label}: eval_every is 0, so a run has no val/loss: set it above 0"
             )
         for ending in filter(trial.resolved.get, ENDING):
             raise ValueError(f"{trial.label}: {ending} ends a run before its budget: set it to 0")
+        resized.append((trial.label, own))
     # Again, since a recipe may choose settings by the length of a run.
-    return read_trials(recipe, [(trial.label, trial.changes) for trial in trials])
+    return read_trials(recipe, resized)
 
 
 def tuning_points(study: Study) -> list[Point]:

@@ -87,7 +87,7 @@ def read_table(path: Path) -> dict[str, Row]:
     """Returns the rows of a CSV file by id; empty if there is no such file. Raises `ValueError` for
     a damaged row."""
     text = path.read_text("utf-8", "replace") if path.exists() else ""
-    rows = {}
+    rows: dict[str, Row] = {}
     for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
         try:
             if None in row or None in row.values() or math.isnan(float(row["loss"])):

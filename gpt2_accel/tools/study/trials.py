@@ -47,8 +47,8 @@ class Trial:
     def changed(self, label: str, **changes: Any) -> "Trial":
         """Returns the trial with another label and other values of settings on which no other
         setting depends."""
-        own = self.changes | changes
-        return replace(self, label=label, changes=own, resolved=self.resolved | changes)
+        resolved = {**self.resolved, **changes}
+        return replace(self, label=label, changes={**self.changes, **changes}, resolved=resolved)
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -118,8 +118,9 @@ def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) 
     code = code_of(recipe)
     trials = []
     argv = sys.argv
-    train = gpt2_accel.train.train
-    gpt2_accel.train.train = capture
+    own_module = vars(gpt2_accel.train)
+    train = own_module["train"]
+    own_module["train"] = capture
     sys.path.insert(0, str(recipe.parent))
     try:
         for label, own in changes:
@@ -139,7 +140,7 @@ def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) 
             trials.append(Trial(recipe, label, typed, dict(CAPTURED), code))
     finally:
         sys.argv = argv
-        gpt2_accel.train.train = train
+        own_module["train"] = train
     return trials
 
 
