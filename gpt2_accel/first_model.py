@@ -49,6 +49,11 @@ def build_model(
         built: object = given
     else:
         built = given(config, tokenizer)
+    shaped = isinstance(getattr(built, "config", None), ModelConfig)
+    if given is not None and not (isinstance(built, torch.nn.Module) and shaped):
+        raise ValueError(
+            f"the model is a {type(built).__name__}, not a module whose config is a ModelConfig: give what docs/change.md lists"
+        )
     own = cast("LanguageModel | None", built)  # it has what `Trainable` names
     wanted = config.architecture
     if own is not None and wanted in ARCHITECTURES and own.config.architecture != wanted:

@@ -34,6 +34,8 @@ class Export:
 def main() -> None:
     config = parse_config(Export)
     found = list_checkpoints(config.model)
+    if not found:
+        raise FileNotFoundError(f"{config.model} holds no checkpoints: give the folder of a run")
     if len(found) < config.average:
         raise ValueError(
             f"--average {config.average} needs {config.average} checkpoints, {len(found)} are there: train with "

@@ -643,3 +643,9 @@ def test_any_module_with_the_protocol_trains_resumes_and_is_saved(tiny, tmp_path
     at = str(tmp_path / "run/checkpoint-4")
     assert losses(go(tiny("on", **settings, resume_from=at), model=model)) == losses(whole)[4:]
     assert read_json(tmp_path / "run/config.json")["model_type"] == "gpt2_accel_custom"
+
+
+def test_what_is_no_model_is_refused(tiny):
+    for given in (torch.nn.Linear(2, 2), lambda settings, tokenizer: None):
+        with refused("not a module whose config is a ModelConfig"):
+            train(tiny(), model=given)
