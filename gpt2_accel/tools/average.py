@@ -23,7 +23,7 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
             f"{last} is an adapter, and the mean of adapters is not that of their models: give a run that trains all weights"
         )
     model = from_pretrained(last)
-    sums = {name: weight.double() for name, weight in model.named_parameters()}
+    sums = {name: weight.cpu().double() for name, weight in model.named_parameters()}
     for path in checkpoints[:-1]:
         for name, weight in from_pretrained(path).named_parameters():
             sums[name] += weight
