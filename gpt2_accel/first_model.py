@@ -121,10 +121,12 @@ def load_model(
         )
     if given is not None:
         return model
-    if config.lora and isinstance(model, AnyModel) and not model.adapter:
-        assert config.init_from is not None
-        local = Path(config.init_from).is_dir()
-        add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
+    if config.lora:
+        assert isinstance(model, AnyModel)
+        if not model.adapter:
+            assert config.init_from is not None
+            local = Path(config.init_from).is_dir()
+            add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
     if config.init_from is not None:
         check_loaded(config, model.config)
     elif not config.ignore_changes:

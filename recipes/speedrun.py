@@ -5,7 +5,7 @@
 
 It aims at the CORE of OpenAI's GPT-2 1558M, .2565. nanochat has published .257 (March 2026) with a
 later form of its model: fp8, value embeddings, windows of attention and a tokenizer of its own.
-This one has not reached it here: it was not run.
+This recipe was not run at this size.
 
 Data: ClimbMix (nvidia), shuffled, as text. Its license is CC BY-NC 4.0, for research only; so is the final model's card.
 Settings, from karpathy/nanochat's `base_train.py`, July 2026:

@@ -83,7 +83,8 @@ def dry_run(config: TrainConfig) -> str:
         f"micro-batch {size} x {length}, before compilation",
         f"time          {times}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]
-    if isinstance(model, AnyModel) and config.lora:
+    if config.lora:
+        assert isinstance(model, AnyModel)
         lines.append(describe_lora(model))
     if note:
         lines.append(note)
