@@ -8,7 +8,8 @@ rounds' ratios. An update is forward, backward, clipping and step on random toke
 
 - gpt2: 124M, sequences of 1,024 tokens, in bf16 (fp32 on a CPU that only emulates bf16), without dropout. HF's Trainer
   and nanoGPT's loop around this package's model are compiled on a GPU only, and the loop is in fp32 on a CPU. The
-  share of the matrix products' speed is that of this package's FLOPs.
+  share of the matrix products' speed is that of this package's FLOPs. On a GPU an update accumulates GPT-3's batch of
+  524,288 tokens, as the pretraining recipe does.
 - qwen3: GPT-2 and a Qwen3 of the same layers, heads and width, both by this package.
 - baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
 - generation: GPT-2 124M writes 64 tokens after a prompt of 16, beside `generate` of transformers, in fp32 (bf16 on a GPU).
@@ -58,12 +59,15 @@ def training(name: str, batch_size: int | None) -> Benchmark:
     shape = {"baby": BABY, "tiny": TINY}.get(name, SMALL)
     batch_size = batch_size or {"baby": 12, "tiny": 4}.get(name, 16 if cuda else 4)
     precision = "bf16" if bf16 and not small else "no"
+    # build-nanogpt's batch, of the GPT-3 paper (arXiv:2005.14165, table 2.1), on a GPU.
+    accumulation = 32 if cuda and name == "gpt2" else 1
     same = {"shape": shape, "batch_size": batch_size, "precision": precision}
+    same |= {"accumulation": accumulation}
     ours = Job("gpt2_accel", "toolkit", **same, compile=not small)
     theirs = Job("HF Trainer", "hf_trainer", **same, compile=cuda and not small)
     # nanoGPT's vocabulary includes the padding.
     padded = shape | {"vocab_size": GPTConfig(**shape).padded_vocab_size}
-    plain = Job("nanoGPT's loop", "loop", padded, batch_size, tf32=True)
+    plain = Job("nanoGPT's loop", "loop", padded, batch_size, tf32=True, accumulation=accumulation)
     if cuda and not small:
         plain = replace(plain, precision=precision, compile=True)
     if name == "qwen3":
@@ -73,9 +77,13 @@ def training(name: str, batch_size: int | None) -> Benchmark:
         jobs = [ours, theirs, plain]
     if name in ("gpt2", "tiny"):
         jobs.append(Job("matrix products", "matmul", precision=precision, warmup=1))
-    updates = {"baby": 100, "tiny": 5}.get(name, 20 if cuda else 1)
+    updates = {"baby": 100, "tiny": 5}.get(name, 1)
+    if cuda and not small:
+        updates = 2 if accumulation > 1 else 20
     models = {"gpt2": "GPT-2 124M", "baby": "nanoGPT's model for a CPU", "qwen3": "124M"}
     title = f"{models.get(name, 'a tiny model')}, {batch_size} x {shape['n_positions']:,} tokens"
+    if accumulation > 1:
+        title += f", accumulated {accumulation} times"
     return Benchmark(f"{title} per update", jobs, updates)
 
 

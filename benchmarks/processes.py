@@ -14,13 +14,14 @@ HERE = Path(__file__).parent
 class Job:
     """A contestant: what a process does again and again. `kind` is one of `worker.KINDS`, `shape` are fields of a `GPTConfig`.
 
-    The options from `accumulation` on are those of a plain loop, which otherwise is nanoGPT's.
+    The options from `optimizer` on are those of a plain loop, which otherwise is nanoGPT's.
     """
 
     name: str
     kind: str
     shape: dict = field(default_factory=dict)
-    batch_size: int = 1  # sequences
+    batch_size: int = 1  # sequences of a micro-batch
+    accumulation: int = 1  # micro-batches of an update
     precision: str = "no"  # "no", "bf16" or "fp16"
     compile: bool = False
     architecture: str = "gpt2"
@@ -35,7 +36,6 @@ class Job:
     lora: int = 0
     packed: bool = False  # TRL's windows are packed
 
-    accumulation: int = 1
     optimizer: str = "nanogpt"  # "nanogpt", "slow" or "toolkit"
     hand_attention: bool = False  # this and the next two: see `reference_model.py`
     hand_norm_gelu: bool = False

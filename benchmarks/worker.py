@@ -91,6 +91,7 @@ def hf_trainer(job: Job, folder: str, gate: Gate) -> None:
         bf16=job.precision == "bf16",
         torch_compile=job.compile,
         per_device_train_batch_size=job.batch_size,
+        gradient_accumulation_steps=job.accumulation,
         max_steps=ENDLESS,
         optim="adamw_torch_fused",
         learning_rate=LEARNING_RATE,
