@@ -17,7 +17,7 @@ from reference_model import PlainLoss
 from torch import nn
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.runtime.device import DTYPES
+from gpt2_accel.runtime.device import AUTOCAST_DTYPES
 from gpt2_accel.tokenizer import char_tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids and targets, (B, T) int64
@@ -54,7 +54,7 @@ def plain_update(
     last batch only. `precision` is "no", "bf16" or "fp16". With `prefetch` the next batch is made while a GPU is busy.
     """
     parameters = list(loss_of.parameters())
-    device, dtype = parameters[0].device.type, DTYPES.get(precision)
+    device, dtype = parameters[0].device.type, AUTOCAST_DTYPES.get(precision)
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16")
     upcoming: Batch | None = None
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.runtime.device import DTYPES, launch_device
+from gpt2_accel.runtime.device import AUTOCAST_DTYPES, launch_device
 from gpt2_accel.runtime.signals import end_with_parent
 
 # A job imports other libraries inside its function, so that they do not use the memory of other jobs.
@@ -147,7 +147,10 @@ def build_model(job: Job) -> nn.Module:
 
 def matmul(job: Job, folder: str, gate: Gate) -> None:
     """The product of two large square matrices; replies with its FLOP/s, the best of ten."""
-    dtype, size = DTYPES.get(job.precision, torch.float32), 2048 if DEVICE.type == "cpu" else 8192
+    dtype, size = (
+        AUTOCAST_DTYPES.get(job.precision, torch.float32),
+        2048 if DEVICE.type == "cpu" else 8192,
+    )
     a, b = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
     while True:
         seconds = []
@@ -164,7 +167,7 @@ def generate(job: Job, folder: str, gate: Gate) -> None:
     from gpt2_accel.models import convert_parameters
 
     model = GPT(GPTConfig(**job.shape)).to(DEVICE).eval()
-    convert_parameters(model, DTYPES.get(job.precision, torch.float32))
+    convert_parameters(model, AUTOCAST_DTYPES.get(job.precision, torch.float32))
     prompts = torch.randint(job.shape["vocab_size"], (job.batch_size, 16)).tolist()
     sampling = Sampling(job.targets // job.batch_size, temperature=0, compile=job.compile)
     while True:
@@ -178,7 +181,9 @@ def hf_generate(job: Job, folder: str, gate: Gate) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**job.shape, bos_token_id=None, eos_token_id=None)
-    model = GPT2LMHeadModel(config).to(DEVICE, DTYPES.get(job.precision, torch.float32)).eval()
+    model = (
+        GPT2LMHeadModel(config).to(DEVICE, AUTOCAST_DTYPES.get(job.precision, torch.float32)).eval()
+    )
     prompts = torch.randint(config.vocab_size, (job.batch_size, 16), device=DEVICE)
     count = job.targets // job.batch_size
     while True:

@@ -51,7 +51,7 @@ from gpt2_accel.models import (
 from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.run import Objective, Run
-from gpt2_accel.runtime.accelerator import prepare
+from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def setup(
         if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
-    prepared, own_optimizer = prepare(accelerator, plain, (optimizer or configured)(plain, config))
+    prepared, own_optimizer = prepare_model(
+        accelerator, plain, (optimizer or configured)(plain, config)
+    )
     measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)

@@ -85,7 +85,7 @@ def main() -> None:
     from gpt2_accel.generation.sampling import user_turn
     from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.preferences import Preferences
-    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.tokenizer import load_tokenizer
     from gpt2_accel.train import train
 
@@ -99,9 +99,9 @@ def main() -> None:
         check_pairs(config.data_dir, wanted=True)
         start = local_directory(verified_directory(config.init_from))
     objective = Preferences(start, beta=config.beta, loss_type=config.loss_type)
-    processes().print(fit_to_pairs(config, processes().num_processes))
+    process_state().print(fit_to_pairs(config, process_state().num_processes))
     if train(config, objective=objective, callbacks=[objective]):
-        processes().print(closing_line(config))
+        process_state().print(closing_line(config))
 
 
 if __name__ == "__main__":

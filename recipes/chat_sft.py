@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.shards import MANIFEST, read_manifest, read_parts
+from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest, read_parts
 from gpt2_accel.runtime.files import digest
 from gpt2_accel.runtime.recipe_command import recipe_command
 
@@ -113,7 +113,7 @@ def prepare_file(config: ChatSFT, longest: int | None, pairs: bool = False) -> N
     content = digest(file), fingerprint(tokenizer), tokenizer.chat_template, longest
     folder = run_dir / f"data-{sha256(repr(content).encode()).hexdigest()[:8]}"
     config.data_dir = str(folder)
-    if (folder / MANIFEST).is_file():
+    if (folder / DATA_MANIFEST).is_file():
         return
     if list_checkpoints(run_dir) and not config.ignore_changes:
         raise ValueError(
@@ -145,7 +145,7 @@ def find_model(config: ChatSFT, pairs: bool = False) -> None:
     folder = Path(config.data_dir)
     command = recipe_command("prepare_data", "chat")
     command += " --pairs" * pairs
-    if not (folder / MANIFEST).is_file():
+    if not (folder / DATA_MANIFEST).is_file():
         raise FileNotFoundError(
             f"{folder} holds no prepared conversations: give a file by --data and its model by "
             f"--model, or make them by {command} FILE_OR_HUB_ID --model MODEL --sequence_length "
@@ -226,7 +226,7 @@ def main() -> None:
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.convert import local_directory, read_config
-    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.train import train
 
     with main_process_first():
@@ -235,9 +235,9 @@ def main() -> None:
             config.data = None  # config.yaml names the prepared folder
         find_model(config)
         width = read_config(local_directory(verified_directory(config.init_from))).n_embd
-    processes().print(fit_to_data(config, width, processes().num_processes))
+    process_state().print(fit_to_data(config, width, process_state().num_processes))
     if train(config):
-        processes().print(closing_line(config))
+        process_state().print(closing_line(config))
 
 
 if __name__ == "__main__":

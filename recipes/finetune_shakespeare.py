@@ -55,7 +55,7 @@ def main() -> None:
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.convert import model_tokenizer
-    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.train import train
 
     with main_process_first():
@@ -67,7 +67,7 @@ def main() -> None:
             ),
         )
     if train(config):
-        processes().print(
+        process_state().print(
             f"\nThe model with the lowest validation loss is in {config.output_dir}/best"
         )
 

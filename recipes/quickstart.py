@@ -111,7 +111,7 @@ def decay_for(config: Quickstart) -> float:
     that is read often."""
     from gpt2_accel.checkpoint.find import find_checkpoint, read_state
     from gpt2_accel.hf.convert import configured_shape
-    from gpt2_accel.runtime.processes import on_main_process, processes
+    from gpt2_accel.runtime.processes import on_main_process, process_state
 
     def saved_settings() -> dict:
         checkpoint = find_checkpoint(config.resume_from, config.output_dir, lambda _: None)
@@ -126,7 +126,7 @@ def decay_for(config: Quickstart) -> float:
     parameters = configured_shape(config, manifest["tokenizer"]["vocab_size"]).parameter_count
     if tokens >= LITTLE * parameters or passes < OFTEN or config.init_from:
         return 0.3
-    processes().print(
+    process_state().print(
         f"weight decay 1.6 in place of 0.3: {tokens:,} tokens for {parameters:,} parameters, read "
         f"{passes:.2g} times"
     )
@@ -137,7 +137,7 @@ def main() -> None:
     config = parse_config(Quickstart)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.train import train
 
     with main_process_first():
@@ -160,7 +160,7 @@ def main() -> None:
         f'from transformers import pipeline; print(pipeline("text-generation", model={model})({text})'
         '[0]["generated_text"])'
     )
-    processes().print(
+    process_state().print(
         f"\nThe model is in {config.output_dir}. Go on with\n"
         f"  {recipe_command('sample', '--model', config.output_dir, '--prompt', prompt)}\n"
         f"  {shlex.join([program(Path(sys.executable)), '-c', code])}"

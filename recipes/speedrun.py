@@ -134,7 +134,7 @@ def main() -> None:
         raise FileNotFoundError(f"{config.data_dir} is not there: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, processes
+    from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.train import train
 
     vocab_size = VOCAB_SIZE
@@ -142,7 +142,7 @@ def main() -> None:
         with main_process_first():
             open_hub(config.data_dir)
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
-    follow_depth(config, vocab_size, processes().num_processes)
+    follow_depth(config, vocab_size, process_state().num_processes)
     own = config.data_dir == Speedrun.data_dir
     train(config, callbacks=[License()] if own else [])
 

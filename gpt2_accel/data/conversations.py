@@ -24,9 +24,9 @@ from gpt2_accel.data.prepare import make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
     COUNTS,
-    DTYPES,
     PACKED_VERSION,
     STARTS,
+    TOKEN_DTYPES,
     TOKEN_ID,
     ShardWriter,
     template_digest,
@@ -55,7 +55,7 @@ TOO_LONG = "of more tokens than a window; --cut keeps the beginning of conversat
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 SURROGATE = "[\ud800-\udfff]"
-DTYPE = DTYPES["uint32"]
+DTYPE = TOKEN_DTYPES["uint32"]
 
 
 def prepare_conversations(
@@ -105,7 +105,7 @@ def prepare_conversations(
         if shorten:
             longest = max(map(len, itertools.chain.from_iterable(items)))
             size = min(size, -(-longest // SHORTEST) * SHORTEST)
-        chosen = held_out(keys)
+        chosen = validation_mask(keys)
         entries = {}
         for split, mine in (("train", ~chosen), ("val", chosen)):
             own = list(itertools.compress(items, mine))
@@ -244,7 +244,7 @@ def marked_runs(counts: np.ndarray) -> np.ndarray:
 # From tokens to windows
 
 
-def held_out(keys: np.ndarray) -> np.ndarray:
+def validation_mask(keys: np.ndarray) -> np.ndarray:
     """Returns which conversations are for validation, (n,) bool, by the hashes of their messages, (n,) uint64.
 
     It is one in `HELD_OUT` of the different conversations. If these are no `fitting_share` of them,

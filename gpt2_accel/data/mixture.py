@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_accel.data.shards import (
-    MANIFEST,
+    DATA_MANIFEST,
     MANIFEST_FORMAT,
     check_pairs,
     check_same,
@@ -56,5 +56,5 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     with atomic_directory(data_dir) as scratch:
         if (first / "tokenizer").is_dir():
             shutil.copytree(first / "tokenizer", scratch / "tokenizer")
-        write_json(scratch / MANIFEST, manifest)
+        write_json(scratch / DATA_MANIFEST, manifest)
     return manifest

@@ -11,17 +11,19 @@ from gpt2_accel.data.threads import in_order
 from gpt2_accel.optim import BatchSchedule
 from gpt2_accel.runtime.device import to_device
 
-AHEAD = 2  # micro-batches: one is ready, and one is being read
+BATCHES_AHEAD = 2  # micro-batches: one is ready, and one is being read
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]:
-    """Yields `batches`, whose next `AHEAD` a thread reads, each moved to `device`.
+    """Yields `batches`, whose next `BATCHES_AHEAD` a thread reads, each moved to `device`.
 
     The order is that of `batches`. The thread only reads: it never touches a device. An error in it is raised in place of
     its batch. `close` drops what was read ahead and ends the thread.
     """
     source = iter(batches)
-    with closing(in_order(lambda _: next(source, None), itertools.count(), 1, AHEAD)) as found:
+    with closing(
+        in_order(lambda _: next(source, None), itertools.count(), 1, BATCHES_AHEAD)
+    ) as found:
         for batch in found:
             if batch is None:
                 return

@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.shards import (
-    DTYPES,
-    MANIFEST,
+    DATA_MANIFEST,
     MANIFEST_FORMAT,
+    TOKEN_DTYPES,
     VERSION,
     ShardWriter,
     TokenStream,
@@ -86,7 +86,7 @@ def prepare_text(
     `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from another text than
     that of `path`, and the errors of `tiny_shakespeare`.
     """
-    prepared = (Path(data_dir) / MANIFEST).exists()
+    prepared = (Path(data_dir) / DATA_MANIFEST).exists()
     if prepared and path is None:
         return
     text, source = one_text(path)
@@ -204,7 +204,7 @@ class TextWriter:
     validation_tokens: int
 
     def __post_init__(self) -> None:
-        self.dtype = DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
+        self.dtype = TOKEN_DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
         self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         unknown = self.tokenizer.unk_token_id
@@ -320,7 +320,7 @@ def make_data(
                         "plan": plan,
                     }
                     save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                    write_json(work / MANIFEST, manifest)
+                    write_json(work / DATA_MANIFEST, manifest)
             except BaseException as error:
                 if isinstance(error, ChangedSource) or not (work / RECORD).exists():
                     remove(work)
@@ -328,7 +328,7 @@ def make_data(
             sync_tree(work)
             work.rename(data_dir)
             sync(data_dir.parent)
-        elif not plan or read_json(data_dir / MANIFEST).get("plan") != plan:
+        elif not plan or read_json(data_dir / DATA_MANIFEST).get("plan") != plan:
             raise FileExistsError(
                 f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
                 "another folder"

@@ -70,8 +70,8 @@ STARTS = np.uint32(1 << 30)
 COUNTS = np.uint32(1 << 31)
 TOKEN_ID = STARTS - np.uint32(1)
 HEADER = struct.Struct("<8sIIQ32s8x")
-DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-MANIFEST = "manifest.json"
+TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DATA_MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
 HUB = "hub:"  # begins the name of data on the Hub
 
@@ -168,7 +168,7 @@ def read_manifest(data_dir: str | Path) -> dict:
     """Returns the manifest of a data folder, as in the module's docstring. Raises
     `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format."""
     folder = folder_of(data_dir)
-    path = folder / MANIFEST
+    path = folder / DATA_MANIFEST
     if not path.is_file():
         manifest = third_party_manifest(folder)
         if manifest is None:
@@ -177,12 +177,12 @@ def read_manifest(data_dir: str | Path) -> dict:
                 places = [data_dir, "--data_dir", "NEW_FOLDER"]
             command = recipe_command("prepare_data", "text", *places)
             raise FileNotFoundError(
-                f"{data_dir} is not prepared data, since {MANIFEST} is missing: prepare the data first, by {command}"
+                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare the data first, by {command}"
             )
         return manifest
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_bytes())
-        known = [manifest["format"] == MANIFEST_FORMAT, manifest["dtype"] in DTYPES]
+        known = [manifest["format"] == MANIFEST_FORMAT, manifest["dtype"] in TOKEN_DTYPES]
         known.append(manifest["version"] in (VERSION, PACKED_VERSION))
         known.append({"tokenizer", "source"} <= manifest.keys())
         for shard in listed_shards(manifest):
@@ -224,7 +224,7 @@ class TokenStream:
         self.shards: list[dict] = entry["shards"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.sequence_length: int | None = manifest.get("sequence_length")
-        self.dtype = DTYPES[manifest["dtype"]]
+        self.dtype = TOKEN_DTYPES[manifest["dtype"]]
         self._ends = np.cumsum([shard["tokens"] for shard in self.shards], dtype=np.int64)
         for shard in self.shards:
             read_shard(self.data_dir, self.dtype, shard, 0, 0)
@@ -332,7 +332,7 @@ def verify_data(data_dir: str | Path) -> int:
     for folder, manifest, _ in read_parts(data_dir):
         shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
     for folder, kind, shard in progress(shards, "verifying", len(shards)):
-        read_shard(folder, DTYPES[kind], shard, 0, 0)
+        read_shard(folder, TOKEN_DTYPES[kind], shard, 0, 0)
         path = folder / shard["file"]
         expected = shard["sha256"]
         with open(path, "rb") as file:

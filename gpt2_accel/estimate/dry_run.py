@@ -6,7 +6,7 @@ from pathlib import Path
 from accelerate.utils import parse_flag_from_env
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.shards import MANIFEST, read_manifest
+from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import (
     Launch,
@@ -42,7 +42,7 @@ def dry_run(config: TrainConfig) -> str:
     launch, gpu = planned(config.dry_run)
     vocab_size = GPT2_VOCAB_SIZE
     data = "not prepared yet, GPT-2's vocabulary is assumed"
-    if (Path(config.data_dir) / MANIFEST).exists():
+    if (Path(config.data_dir) / DATA_MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
         vocab_size = manifest["tokenizer"]["vocab_size"]
         train_tokens = manifest["splits"]["train"]["tokens"]

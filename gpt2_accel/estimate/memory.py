@@ -23,7 +23,7 @@ from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.runtime.device import (
-    DTYPES,
+    AUTOCAST_DTYPES,
     free_memory,
     reports_out_of_memory,
     total_memory,
@@ -111,7 +111,7 @@ def activation_bytes(
     With `checkpoint_activations` one block saves everything, and the others their input in fp32.
     LoRA saves about the same, with dropout half as much again (measured on a small GPT-2).
     """
-    width = 2 if precision in DTYPES else 4
+    width = 2 if precision in AUTOCAST_DTYPES else 4
     tokens = size * config.tokens_per_sequence
     layers = 1 if config.checkpoint_activations else shape.n_layer
     saved = saved_bytes(
@@ -139,7 +139,7 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
         seen[storage._cdata] = storage
         return tensor
 
-    dtype = DTYPES.get(precision)
+    dtype = AUTOCAST_DTYPES.get(precision)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = shape.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.shards import HUB, MANIFEST, folder_of, read_manifest, verify_data
+from gpt2_accel.data.shards import DATA_MANIFEST, HUB, folder_of, read_manifest, verify_data
 from gpt2_accel.data.sources import data_set_info
 from gpt2_accel.hf.hub import check_push, push
 from gpt2_accel.runtime.files import check_unused, first_line, readable_size, write_file
@@ -70,9 +70,9 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
     repo_id, _, revision = name.partition("@")
     found = data_set_info(repo_id, revision or None, files_metadata=True)
     files = found.siblings or []
-    if not any(file.rfilename.endswith((MANIFEST, ".bin", ".ds")) for file in files):
+    if not any(file.rfilename.endswith((DATA_MANIFEST, ".bin", ".ds")) for file in files):
         raise ValueError(
-            f"{repo_id} holds no prepared data, since {MANIFEST} is missing: prepare its text by prepare_data.py hf"
+            f"{repo_id} holds no prepared data, since {DATA_MANIFEST} is missing: prepare its text by prepare_data.py hf"
         )
     size = sum(file.size or 0 for file in files)
     print(f"{repo_id}: {len(files):,} files, {readable_size(size)}", flush=True)

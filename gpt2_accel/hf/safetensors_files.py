@@ -14,11 +14,11 @@ from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
-DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors of one of `DTYPES`, one at a time; the file equals that of
+    """Writes tensors of one of `SAFETENSORS_DTYPES`, one at a time; the file equals that of
     `safetensors.torch.save_file` to the byte.
 
     The library needs all tensors contiguous in host memory at once. For GPT-2's transposed views
@@ -32,7 +32,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         start = end
         end += tensor.nbytes
         header[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gpt2_accel.hf import Conversion
-from gpt2_accel.hf.safetensors_files import DTYPES
+from gpt2_accel.hf.safetensors_files import SAFETENSORS_DTYPES
 from gpt2_accel.models import LanguageModel, ModelConfig, filled
 from gpt2_accel.models.any_model import AnyModel
 
@@ -84,7 +84,7 @@ def fitting(
         )
     for key, tensor in found.items():
         shape = own[key].shape if key in own else tensor.shape
-        if tensor.shape != shape or tensor.dtype not in DTYPES:
+        if tensor.shape != shape or tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "
                 f"{tensor.dtype}, expected {tuple(shape)}, fp32, fp16 or bf16"

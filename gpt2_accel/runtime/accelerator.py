@@ -18,7 +18,7 @@ from accelerate.utils import (
 from gpt2_accel import kernels
 from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
 from gpt2_accel.runtime.device import (
-    DTYPES,
+    AUTOCAST_DTYPES,
     attention_order,
     has_bf16,
     has_block_masks,
@@ -26,7 +26,7 @@ from gpt2_accel.runtime.device import (
     logits_at_once,
     total_memory,
 )
-from gpt2_accel.runtime.processes import processes
+from gpt2_accel.runtime.processes import process_state
 from gpt2_accel.runtime.signals import launched
 
 M_TRIM_THRESHOLD = -1  # malloc.h
@@ -70,7 +70,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    processes()  # all of the launch
+    process_state()  # all of the launch
     # DDP's buckets are the gradients, instead of a copy of them.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     try:
@@ -97,11 +97,13 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         accelerator.print(f"{problem}: running uncompiled")
         dynamo.backend = DynamoBackend.NO
         compiled = False
-    tune(accelerator.device, accelerator.mixed_precision, compiled, deterministic)
+    configure_backends(accelerator.device, accelerator.mixed_precision, compiled, deterministic)
     return accelerator
 
 
-def tune(device: torch.device, precision: str, compiled: bool, deterministic: bool) -> None:
+def configure_backends(
+    device: torch.device, precision: str, compiled: bool, deterministic: bool
+) -> None:
     """Sets what torch and the kernels should use on the device, in Accelerate's `precision`."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
@@ -111,7 +113,7 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
             # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
             torch.set_num_threads(usable_cpus())
         if kernels.choices.enabled:
-            tune_memory()
+            set_memory_policy()
     kernels.choose(
         fuse=compiled,
         sdpa_order=attention_order(device, deterministic),
@@ -124,7 +126,7 @@ def tune(device: torch.device, precision: str, compiled: bool, deterministic: bo
     torch._dynamo.config.recompile_limit = 64
 
 
-def tune_memory() -> None:
+def set_memory_policy() -> None:
     """Sets the memory policy of glibc and the compiler for training on a CPU, for this process.
 
     By default glibc returns each large block to the system when torch frees it, and each update waits for the system
@@ -140,14 +142,14 @@ def tune_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def prepare(
+def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Calls `accelerator.prepare`. FSDP2 in mixed precision reduces gradients in fp32 and runs the forward under autocast.
 
     By Accelerate's defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
-    dtype = DTYPES.get(accelerator.mixed_precision)
+    dtype = AUTOCAST_DTYPES.get(accelerator.mixed_precision)
     units = getattr(model, "_no_split_modules", None)
     if accelerator.is_fsdp2 and units:
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)

@@ -51,7 +51,7 @@ GPUS = {
     "RTX 3090": Gpu(71e12, 24e9),  # "NVIDIA Ampere GA102 GPU Architecture", appendix
 }
 # The dtypes of mixed precision, by Accelerate's names.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Inputs = ParamSpec("Inputs")
 Answer = TypeVar("Answer")
 
@@ -178,7 +178,7 @@ def logits_at_once(memory: float, precision: str) -> int:
 
     Few large chunks of the loss are faster than many: 36 ms at once, 40 in 8 chunks, 57 in 64 (pytorch/pytorch#124480).
     """
-    return int(memory / 16 / (2 if precision in DTYPES else 4))
+    return int(memory / 16 / (2 if precision in AUTOCAST_DTYPES else 4))
 
 
 def end_of_work(device: torch.device) -> torch.Event | None:

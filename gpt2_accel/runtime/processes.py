@@ -3,6 +3,7 @@
 import itertools
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 _numbers = itertools.count()
 
 
-def processes() -> PartialState:
+def process_state() -> PartialState:
     """Returns Accelerate's `PartialState`, for a recipe's work before training.
 
     `PartialState()` without arguments does not see the processes of a CPU launch. Raises `ValueError` if Accelerate does not
@@ -43,6 +44,12 @@ def processes() -> PartialState:
     return state
 
 
+def processes() -> PartialState:
+    """Returns `process_state()`, under its name in 0.4."""
+    warnings.warn("processes was renamed: call process_state", FutureWarning, stacklevel=2)
+    return process_state()
+
+
 @contextmanager
 def main_process_first() -> Iterator[None]:
     """Runs the block on the main process first, then on the others. All ranks call it equally often.
@@ -50,7 +57,7 @@ def main_process_first() -> Iterator[None]:
     The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. If the block fails
     on the main process, they wait until the launcher ends them.
     """
-    state = processes()
+    state = process_state()
     if state.num_processes == 1:
         yield
         return
@@ -71,7 +78,7 @@ def on_main_process(function: Callable[[], Result]) -> Result:
     result: list = [None]
     failure: Exception | None = None
     with main_process_first():
-        if processes().is_main_process:
+        if process_state().is_main_process:
             try:
                 result[0] = function()
             except Exception as error:

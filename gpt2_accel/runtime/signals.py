@@ -20,7 +20,7 @@ SIGNALS = (
     signal.SIGXCPU,
     signal.SIGQUIT,
 )
-GRACE = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
+SECONDS_TO_STOP = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
 # Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
 # own signal on.
 ECHO = 0.5
@@ -70,9 +70,9 @@ class StopRequest:
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that optional waits may still take: infinite before a signal, `GRACE` from the first signal on, 0
+        """The seconds that optional waits may still take: infinite before a signal, `SECONDS_TO_STOP` from the first signal on, 0
         after a second one."""
-        return max(0.0, self._received + GRACE - time.monotonic())
+        return max(0.0, self._received + SECONDS_TO_STOP - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():

@@ -94,7 +94,7 @@ def test_training_on_the_cpu_that_nobody_asked_for_is_printed(
     reset_accelerate()
     for module in (accelerator, cores):
         monkeypatch.setattr(module, "may_have_gpu", lambda: gpu)
-    monkeypatch.setattr(accelerator, "tune", lambda *_: None)
+    monkeypatch.setattr(accelerator, "configure_backends", lambda *_: None)
     monkeypatch.setenv(device.OVERRIDES, '{"has_bf16": true, "has_cpp_compiler": true}')
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name)

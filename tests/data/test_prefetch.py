@@ -9,7 +9,7 @@ import torch
 from conftest import losses, refused, run
 
 from gpt2_accel.data.loader import Batch, TrainLoader
-from gpt2_accel.data.prefetch import AHEAD, prefetch
+from gpt2_accel.data.prefetch import BATCHES_AHEAD, prefetch
 
 CPU = torch.device("cpu")
 
@@ -34,9 +34,11 @@ def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_
         for number, (input_ids, *_) in enumerate(batches):
             assert input_ids.item() == number
             deadline = time.monotonic() + 10
-            while len(started) < min(20, number + 1 + AHEAD) and time.monotonic() < deadline:
+            while (
+                len(started) < min(20, number + 1 + BATCHES_AHEAD) and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)
-            assert len(started) == min(20, number + 1 + AHEAD)
+            assert len(started) == min(20, number + 1 + BATCHES_AHEAD)
     assert number == 19 and not threads()
 
 

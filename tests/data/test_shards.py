@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gpt2_accel.data.loader import TrainLoader, open_split, shuffled
 from gpt2_accel.data.shards import (
-    DTYPES,
     HEADER,
+    TOKEN_DTYPES,
     ShardWriter,
     TokenStream,
     UnreadableData,
@@ -84,7 +84,7 @@ def test_a_wrong_or_truncated_shard_is_refused(tmp_path, change):
     entry = write_shard(path, range(100))
     path.write_bytes(change(path.read_bytes()))
     with refused("a.bin is not the shard that the manifest lists"):
-        read_shard(tmp_path, DTYPES["uint16"], entry, 0, 1)
+        read_shard(tmp_path, TOKEN_DTYPES["uint16"], entry, 0, 1)
 
 
 def test_changed_tokens_and_a_replaced_shard_are_refused(copied):

@@ -17,7 +17,7 @@ from gpt2_accel import GPTConfig
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.runtime.accelerator import build_accelerator, prepare
+from gpt2_accel.runtime.accelerator import build_accelerator, prepare_model
 from gpt2_accel.train import accumulate_gradients, next_token_loss
 
 DDP = ("8xa100", "tests/train_script.py")
@@ -115,7 +115,9 @@ def sharded(monkeypatch):
         allow_fsdp_on_cpus()
         accelerator = build_accelerator()
         model = config.build()
-        return accelerator, *prepare(accelerator, model, build_optimizer(model, "adamw", lr=1e-3))
+        return accelerator, *prepare_model(
+            accelerator, model, build_optimizer(model, "adamw", lr=1e-3)
+        )
 
     yield build
     dist.destroy_process_group()
