@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 # The rooms from the bottom up: a module imports its own room and those of earlier lines.
 ROOMS = """
-    runtime.cores runtime.device runtime.files runtime.recipe_command
+    rounding runtime.cores runtime.device runtime.files runtime.recipe_command
     runtime.options runtime.progress tokenizer
     optim
     config data

@@ -16,7 +16,7 @@ from transformers import (
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.loader import TrainLoader, open_split
-from gpt2_accel.generation.sampling import Sampling, choose
+from gpt2_accel.generation.sampling import Sampling, sample_next
 from gpt2_accel.tokenizer import byte_tokenizer
 
 WARMUP, PEAK = 3, 3e-3
@@ -124,7 +124,7 @@ def test_samples_follow_the_distribution_of_transformers_processors(settings):
         scores = TopPLogitsWarper(options["top_p"])(None, scores)
     expected = scores[0].softmax(-1)
     generators = [torch.Generator().manual_seed(seed) for seed in range(draws)]
-    found = choose(logits.expand(draws, -1), Sampling(1, **options), generators)
+    found = sample_next(logits.expand(draws, -1), Sampling(1, **options), generators)
     shares = torch.bincount(found, minlength=20) / draws
     assert not shares[expected == 0].any()
     # Four standard deviations, since there are twenty tokens.

@@ -17,7 +17,7 @@ from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
 from gpt2_accel.runtime.options import load_saved
 
 STATE = "training_state"
-MANIFEST = f"{STATE}/manifest.json"
+CHECKPOINT_MANIFEST = f"{STATE}/manifest.json"
 SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
 
 
@@ -134,7 +134,7 @@ def verified_directory(
     directory = model_directory(name)
     path = Path(directory)
     is_checkpoint = (path / STATE).is_dir()
-    manifest = MANIFEST if is_checkpoint else hub.MODEL_MANIFEST
+    manifest = CHECKPOINT_MANIFEST if is_checkpoint else hub.MODEL_MANIFEST
     verify = verify and os.environ.get("LOCAL_RANK", "0") == "0"
     if verify and (is_checkpoint or (path / manifest).is_file()):
         for file, problem in changed_files(path, manifest, model_only=True):
@@ -174,7 +174,7 @@ def point_to(link: Path, target: Path) -> None:
 
 def find_corruption(checkpoint: Path) -> str | None:
     """Describes the first damage of a checkpoint; None if all files match its manifest."""
-    return next((problem for _, problem in changed_files(checkpoint, MANIFEST)), None)
+    return next((problem for _, problem in changed_files(checkpoint, CHECKPOINT_MANIFEST)), None)
 
 
 def changed_files(

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpt2_accel.checkpoint.find import (
-    MANIFEST,
+    CHECKPOINT_MANIFEST,
     STATE,
     best_checkpoint,
     file_entry,
@@ -104,7 +104,7 @@ class CheckpointWriter(AbstractContextManager):
                 write_json(folder / STATE / "state.json", state)
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in files]
-                write_manifest(folder, MANIFEST, names)
+                write_manifest(folder, CHECKPOINT_MANIFEST, names)
             self.link(state["step"])
             self.written = path
             self._error = None

@@ -27,17 +27,17 @@ def answer(
 
     `messages` is the whole conversation, which ends with the user's. A quarter of the model's
     positions is kept free for the answer, or fewer if `sampling` wants fewer; it ends where the
-    positions do. Raises the errors of `fit`.
+    positions do. Raises the errors of `drop_oldest_turns`.
     """
     n_positions = model.config.n_positions
     room = min(sampling.max_new_tokens, n_positions // 4)
-    kept, tokens = fit(tokenizer, messages, n_positions, room)
+    kept, tokens = drop_oldest_turns(tokenizer, messages, n_positions, room)
     longest = min(sampling.max_new_tokens, n_positions - tokens)
     sampling = replace(sampling, max_new_tokens=longest, num_samples=1)
     return len(messages) - len(kept), stream(model, tokenizer, [kept], sampling)
 
 
-def fit(
+def drop_oldest_turns(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     n_positions: int,

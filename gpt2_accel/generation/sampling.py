@@ -231,7 +231,7 @@ def tokens(
         cache = KVCache(model, slots)
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
-            next_ids = choose(logits.float(), sampling, generators)
+            next_ids = sample_next(logits.float(), sampling, generators)
             ids = next_ids.tolist()
             yield ids
             if not left:
@@ -246,7 +246,7 @@ def tokens(
                 logits = cache.start(rows)
 
 
-def choose(
+def sample_next(
     logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]
 ) -> torch.Tensor:
     """Samples one token per row with the row's generator: fp32 logits (B, V) -> (B,) int64.

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from gpt2_accel import kernels
 from gpt2_accel.kernels.compile import fused
+from gpt2_accel.rounding import ceil_div
 
 LOGITS_AT_ONCE = 2**25  # elements, on a CPU: 667 rows of GPT-2's vocabulary
 ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
@@ -31,7 +32,8 @@ def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def rows_at_once(x: torch.Tensor, weight: torch.Tensor, logits: int) -> int:
     """Returns the rows of x: (N, C) in one of the fewest equal chunks of about `logits` logits at most."""
-    return -(-len(x) // -(-len(x) * len(weight) // logits))
+    chunks = ceil_div(len(x) * len(weight), logits)
+    return ceil_div(len(x), chunks)
 
 
 def linear_cross_entropy(

@@ -29,6 +29,7 @@ from gpt2_accel.models.parts import (
     head_loss,
     sequence_positions,
 )
+from gpt2_accel.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
     from gpt2_accel.config import TrainConfig
@@ -92,7 +93,7 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128, for faster matrix products."""
-        return -(-self.vocab_size // 128) * 128
+        return round_up(self.vocab_size, 128)
 
 
 def config_class(name: str | None) -> type[ModelConfig]:
@@ -117,7 +118,7 @@ def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, in
     whose heads have 128).
     """
     if settings.depth:
-        n_head = -(-64 * settings.depth // head)
+        n_head = ceil_div(64 * settings.depth, head)
         return settings.depth, n_head, n_head * head
     return settings.n_layer, settings.n_head, settings.n_embd
 

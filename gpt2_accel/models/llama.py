@@ -27,6 +27,7 @@ from gpt2_accel.models.parts import (
     rotary_angles,
     rotate,
 )
+from gpt2_accel.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
     from gpt2_accel.config import TrainConfig
@@ -112,7 +113,8 @@ class LlamaConfig(ModelConfig):
         A third as many heads (all of a number that 3 does not divide) and 8/3 of the width are SmolLM2-135M's and
         -360M's. The 8/3 are from the Llama paper, section 2.2; they are rounded up to a multiple of 64.
         """
-        return n_head // 3 if n_head % 3 == 0 else n_head, -(-8 * n_embd // (3 * 64)) * 64
+        n_kv_head = n_head // 3 if n_head % 3 == 0 else n_head
+        return n_kv_head, round_up(ceil_div(8 * n_embd, 3), 64)
 
     @classmethod
     def check_dropout(cls, dropout: float) -> None:

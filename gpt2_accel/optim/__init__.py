@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from gpt2_accel.rounding import ceil_div, round_up
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -77,7 +79,7 @@ class BatchSchedule:
     ):
         self.full, self.step = full, step
         left = max(0, total - seen)
-        left += -(left % start) if ramp else -left % full
+        left = left - left % start if ramp else round_up(left, full)
         self.end = seen + left
         self.firsts = [seen]  # the first sequence of each update of the ramp, and of the next
         while seen < min(ramp, self.end):
@@ -85,7 +87,7 @@ class BatchSchedule:
             seen = min(seen + size // start * start, self.end)
             self.firsts.append(seen)
         self.ramped = step + len(self.firsts) - 1  # updates at the end of the ramp
-        self.updates = self.ramped + -(-(self.end - seen) // full)
+        self.updates = self.ramped + ceil_div(self.end - seen, full)
 
     def first(self, step: int) -> int:
         """Returns the number of sequences before update `step`, which must not precede the schedule's first."""

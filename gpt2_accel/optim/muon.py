@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import has_bf16, is_shard
 
 
@@ -109,7 +110,8 @@ def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1:
         return orthogonalize(matrices)
-    share, rank = -(-len(matrices) // ranks), dist.get_rank()
+    rank = dist.get_rank()
+    share = ceil_div(len(matrices), ranks)
     own = matrices[rank * share : (rank + 1) * share]
     padded = matrices.new_zeros(share, *matrices.shape[1:])
     if len(own):
@@ -128,8 +130,11 @@ def orthogonalize_rows(
     shards: (N, this rank's rows, columns), of matrices with `rows` rows, each a stack of `count` -> the same shape. The rows
     are divided as by `torch.chunk`; a rank may have none.
     """
-    ranks, rank, columns = team.size(), team.rank(), shards.shape[2]
-    step, share = -(-rows // ranks), -(-len(shards) // ranks)
+    ranks = team.size()
+    rank = team.rank()
+    columns = shards.shape[2]
+    step = ceil_div(rows, ranks)
+    share = ceil_div(len(shards), ranks)  # matrices of a rank
     heights = [max(0, min(step, rows - r * step)) for r in range(ranks)]
     owned = [max(0, min(share, len(shards) - r * share)) for r in range(ranks)]  # matrices
     sent = [number * heights[rank] * columns for number in owned]
