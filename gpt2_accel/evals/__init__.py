@@ -1,4 +1,4 @@
-"""Evaluations. Each splits its samples among the ranks by index and counts every sample once."""
+"""Evaluations. The ranks share the samples by index; each sample counts once."""
 
 from collections.abc import Callable
 

@@ -1,10 +1,10 @@
-"""Answers to questions: exact match, and whether answers end by themselves.
+"""Chat evaluation: exact match of answers, and how often an answer ends by itself.
 
-An item has a `prompt`, a text or a list of messages, an `answer`, and perhaps a `group`. The prompt
-is read as a conversation of the training data and rendered by the model's chat template, and the
-answer is generated greedily.
+An item has a `prompt` (a text or a list of messages), an `answer`, and optionally a `group`. The
+model's chat template renders the prompt, and the answer is generated greedily.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 256  # of an answer
-TOGETHER = 64  # answers that are generated at once
+BATCH_SIZE = 64  # answers that are generated at once
+
+# Group, expected answer, generated answer, and how it ended (see `Completion`).
+Answered = tuple[str, str, str, str | None]
 
 
 class ChatQuestion(NamedTuple):
-    """A prompt and its length in tokens, the expected answer, and the group, "" for none."""
+    """A prompt, its length in tokens, the expected answer, and the group, "" for none."""
 
     prompt: Prompt
     tokens: int
@@ -37,10 +40,10 @@ class ChatQuestion(NamedTuple):
 
 
 class ChatAnswers:
-    """The evaluation of a model of shape `config` on questions.
+    """The `Evaluation` on questions.
 
-    Raises `ValueError`, naming the item, for one without a prompt or an answer, or with a prompt
-    that leaves no room for an answer, and if the tokenizer has no chat template.
+    Raises `ValueError` if an item has no prompt or answer, if a prompt fills the model's
+    `n_positions`, or if the tokenizer has no chat template.
     """
 
     def __init__(
@@ -54,17 +57,18 @@ class ChatAnswers:
 
     @torch.no_grad()
     def __call__(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
-        """Returns `chat/exact_match`, spaces at the ends apart, and `chat/stop_rate`, the share of
-        answers that end by themselves, with standard errors. If items have groups, also
-        `chat/exact_match_GROUP` of each.
+        """Returns `chat/exact_match`, which ignores spaces at both ends, and `chat/stop_rate`, the
+        share of answers that end by themselves, with standard errors; also
+        `chat/exact_match_GROUP` of each group.
 
-        All ranks call it. The ranks share the batches, of `TOGETHER` questions of similar length.
+        All ranks call it; each generates some of the batches of `BATCH_SIZE` questions of similar
+        length.
         """
         plain = unwrap(accelerator, model)
-        starts = range(0, len(self.questions), TOGETHER)
-        batches = [self.questions[start : start + TOGETHER] for start in starts]
+        starts = range(0, len(self.questions), BATCH_SIZE)
+        batches = [self.questions[start : start + BATCH_SIZE] for start in starts]
         own = batches[accelerator.process_index :: accelerator.num_processes]
-        found: list[tuple[str, str, str, str | None]] = []  # group, expected, answer, how it ended
+        found: list[Answered] = []
         for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
             room = self.n_positions - batch[-1].tokens
             sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
@@ -75,29 +79,28 @@ class ChatAnswers:
         return chat_scores(gather_object(found))
 
 
-def chat_scores(found: Sequence[tuple[str, str, str, str | None]]) -> dict[str, float]:
-    """Returns the results for answers: the group, the expected answer, the answer, and how it
-    ended."""
-    ends = [answer[-1] for answer in found]
-    parts: dict[str, dict[str, list[Any]]] = {
-        "exact_match": matches(found),
-        "stop_rate": {"predictions": ends, "references": ["end_of_text"] * len(ends)},
-    }
-    for name in sorted({group for group, *_ in found} - {""}):
-        parts[f"exact_match_{name}"] = matches([own for own in found if own[0] == name])
+def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
+    """Returns the results of `ChatAnswers` for all answers. All ranks call it."""
+    parts: dict[str, dict[str, list[Any]]] = defaultdict(
+        lambda: {"predictions": [], "references": []}
+    )
+
+    def add(name: str, prediction: str | None, reference: str) -> None:
+        parts[name]["predictions"].append(prediction)
+        parts[name]["references"].append(reference)
+
+    for group, expected, answer, ended in sorted(found, key=lambda own: own[0]):
+        add("exact_match", answer, expected)
+        add("stop_rate", ended, "end_of_text")
+        if group:
+            add(f"exact_match_{group}", answer, expected)
     return combine("chat", "exact_match", parts)
-
-
-def matches(found: Sequence[tuple[str, str, str, str | None]]) -> dict[str, list[Any]]:
-    """Returns the columns of `exact_match` for answers, as in `chat_scores`."""
-    _, expected, answers, _ = map(list, zip(*found, strict=True))
-    return {"predictions": answers, "references": expected}
 
 
 def read_question(
     item: Item, tokenizer: "PreTrainedTokenizerBase", n_positions: int
 ) -> ChatQuestion:
-    """Checks an item and returns its question. Raises `ValueError` as `ChatAnswers`."""
+    """Returns the question of an item. Raises the errors of `ChatAnswers`."""
     prompt = item.field("prompt", str | list)
     answer = item.field("answer", str)
     group = item.field("group", str) if "group" in item.fields else ""
@@ -108,7 +111,7 @@ def read_question(
         raise ValueError(f"{item.place} has a prompt that cannot be answered: {error}") from error
     if tokens >= n_positions:
         raise ValueError(
-            f"{item.place} has a prompt of {tokens:,} tokens, and the model reads {n_positions:,}: "
-            "remove it"
+            f"{item.place} has a prompt of {tokens:,} tokens, and the model has {n_positions:,} "
+            "positions: remove it"
         )
     return ChatQuestion(messages, tokens, answer, group)

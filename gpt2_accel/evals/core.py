@@ -1,19 +1,20 @@
-"""CORE of DataComp-LM (Li et al., 2024, arXiv:2406.11794): 22 tasks for base models, with examples
-in the prompt.
+"""CORE of DataComp-LM (Li et al., 2024, arXiv:2406.11794): 22 few-shot tasks for base models.
 
-A bundle holds them: `core.yaml` lists the tasks, `eval_meta_data.csv` has the accuracy of guessing
-in percent, and `eval_data/` the items as JSON lines. CORE is the mean over the tasks of (accuracy -
-guessing) / (1 - guessing). A task is of one of three types:
+A bundle contains them: `core.yaml` lists the tasks, `eval_meta_data.csv` has the accuracy of
+guessing in percent, and `eval_data/` has the items as JSON lines. CORE is the mean over the tasks
+of (accuracy - guessing) / (1 - guessing). There are three types of tasks:
 
-- multiple_choice: a `query` with `choices`, of which `gold` is right. The answer is the choice with the lowest loss per token.
-- schema: `context_options` with one `continuation`. The answer is the context after which its loss per token is lowest.
-- language_modeling: a `context` and a `continuation`, which greedy decoding has to give exactly.
+- multiple_choice: a `query` and `choices`; `gold` is the index of the right one. The model
+  chooses the choice with the lowest loss per token.
+- schema: `context_options` and one `continuation`. The model chooses the context after which the
+  loss per token of the continuation is lowest.
+- language_modeling: a `context` and a `continuation`, which greedy decoding must give exactly.
 
 As in nanochat, `Random(1337)` shuffles the items of a task, and `Random(1234 + i)` draws the
-examples before item i. What is scored is found in tokens: those after the common beginning of all
-choices, the common end of a schema's prompts, and those after the tokens of the prompt without its
-continuation. Where these do not begin the whole prompt's tokens, all tokens after the common
-beginning are scored, and the results count such items.
+examples before item i. The scored tokens are: the tokens after the common prefix of all choices;
+the common suffix of all prompts of a schema; the tokens after the prompt without its continuation.
+If those are not a prefix of the full prompt's tokens, all tokens after the common prefix are
+scored, and `core/unaligned_items` counts the item.
 """
 
 import csv
@@ -39,15 +40,16 @@ from gpt2_accel.tokenizer import encode, text_start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # DCLM's, as nanochat has it
-
-PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"  # dev/estimate_gpt3_core.ipynb
+# DCLM's tasks, in nanochat's bundle.
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+# Of OpenAI's 124M, 355M, 774M and 1558M, in nanochat's dev/estimate_gpt3_core.ipynb.
+PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a bundle, of the `type` multiple_choice, schema or language_modeling. `examples`
-    precede each item. `guessing` is the accuracy of a random answer, from 0 to 1."""
+    """A task of a bundle. `type` is multiple_choice, schema or language_modeling, `examples` the
+    number of examples before each item, `guessing` the accuracy of a random answer, 0 to 1."""
 
     name: str
     type: str
@@ -57,43 +59,47 @@ class Task:
     items: Sequence[dict[str, Any]]
 
     def texts(self, item: dict[str, Any]) -> list[str]:
-        """Returns an item with each of its options; language modeling has one."""
+        """Returns the item's text with each of its options; language modeling has one option."""
         if self.type == "multiple_choice":
             return [item["query"] + self.delimiter + choice for choice in item["choices"]]
         contexts = item.get("context_options") or [item["context"].strip()]
         return [context + self.delimiter + item["continuation"] for context in contexts]
 
     def prompts(self, number: int) -> list[str]:
-        """Returns the `texts` of an item, after the examples with their right options."""
+        """Returns the `texts` of item `number`, each after the examples and their right options."""
         others = [i for i in range(len(self.items)) if i != number]
-        drawn = random.Random(1234 + number).sample(others, min(self.examples, len(others)))
-        examples = [self.texts(self.items[i])[self.items[i].get("gold", 0)] for i in drawn]
-        return ["\n\n".join([*examples, text]) for text in self.texts(self.items[number])]
+        examples = ""
+        for i in random.Random(1234 + number).sample(others, min(self.examples, len(others))):
+            item = self.items[i]
+            examples += self.texts(item)[item.get("gold", 0)] + "\n\n"
+        return [examples + text for text in self.texts(self.items[number])]
 
 
 def open_bundle(source: str | Path | None = None) -> Path:
-    """Returns the folder of a bundle: of a folder, or of a ZIP file or its URL, unpacked into the
-    cache of `datasets`.
+    """Returns the folder of a bundle. `source` is a folder, or a ZIP file or its URL, which is
+    unpacked into the cache of `datasets`; default `BUNDLE`.
 
-    None is `BUNDLE`. Raises `FileNotFoundError` if there is none.
+    Raises `FileNotFoundError` if it cannot be read or has no core.yaml.
     """
-    folder = place = source or BUNDLE
+    folder = source = source or BUNDLE
     try:
-        if not Path(place).is_dir():
+        if not Path(source).is_dir():
             from datasets import DownloadManager
 
-            folder = DownloadManager().download_and_extract(str(place))
+            folder = DownloadManager().download_and_extract(str(source))
         return next(Path(folder).rglob("core.yaml")).parent
     except (OSError, ValueError, StopIteration) as error:
         raise FileNotFoundError(
-            f"{place} cannot be read as DCLM's bundle, with core.yaml ({first_line(error)}): give "
+            f"{source} is not a readable CORE bundle with a core.yaml ({first_line(error)}): give "
             "its folder, ZIP file or URL"
         ) from error
 
 
 def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
-    """Reads the tasks of a bundle, with the first `limit` of the shuffled items of each. Raises
-    `ValueError` for a bundle of another form, and the errors of `read_items`."""
+    """Reads the tasks of a bundle, each with the first `limit` of its shuffled items.
+
+    Raises the errors of `load_yaml` and `read_items`.
+    """
     with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
         guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
     tasks = []
@@ -113,11 +119,10 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 
 
 class Core:
-    """The evaluation of a model of shape `config` on the tasks of the bundle in a folder, with at
-    most `limit` items of each.
+    """The `Evaluation` on the tasks of the bundle in a folder, at most `limit` items of each.
 
-    Of a prompt that exceeds the model's positions, `n_positions` tokens are kept, its last ones.
-    Raises the errors of `read_tasks` and `question`.
+    A prompt of more than `config.n_positions` tokens is cut from the left. Raises the errors of
+    `read_tasks`.
     """
 
     def __init__(
@@ -138,8 +143,8 @@ class Core:
         model: torch.nn.Module,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Returns `core/core`, and `core/TASK`, the accuracy of each task, with their standard
-        errors; also the numbers that `question` counts."""
+        """Returns `core/core` and each task's accuracy `core/TASK`, with standard errors, and the
+        counts of `question`. Raises the errors of `question`."""
         parts: dict[str, dict[str, list]] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:
@@ -148,8 +153,8 @@ class Core:
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
-            lengths = list(map(lengths_of, questions))
-            if greedy:  # 0 is right, -1 or less is wrong
+            lengths = [lengths_of(question) for question in questions]
+            if greedy:  # 0 is right, -1 or less is wrong: -0.5 stands for any other answer
                 scores = [[score, -0.5] for (score,) in scores]
                 lengths = [[1, 1]] * len(scores)
             gold = [item.get("gold", 0) for item in task.items]
@@ -164,10 +169,11 @@ class Core:
         return {"core/core": core, "core/core_stderr": math.sqrt(variance)} | results | counts
 
     def question(self, task: Task, number: int, counts: Counter) -> Question:
-        """Returns an item with a row for each prompt.
+        """Returns the question of item `number`: a row for each prompt.
 
-        Adds to `counts` the "cut_prompts", which exceed the model's positions, and an item to the
-        "unaligned_items" if its prompt without the continuation has other tokens at its end.
+        Counts prompts that are cut in `core/cut_prompts`, and items of language modeling that do
+        not split at a token in `core/unaligned_items`. Raises `ValueError` if nothing precedes the
+        scored tokens.
         """
         texts = task.prompts(number)
         if task.type == "language_modeling":
@@ -175,30 +181,32 @@ class Core:
         start = text_start(self.tokenizer)
         ids = [start + own for own in encode(self.tokenizer, texts)]
         if task.type == "schema":
-            same = shared([own[::-1] for own in ids])
-            contexts = [len(own) - same for own in ids]
+            suffix = common_prefix([own[::-1] for own in ids])
+            contexts = [len(own) - suffix for own in ids]
         elif task.type == "multiple_choice":
-            contexts = [shared(ids)] * len(ids)
+            contexts = [common_prefix(ids)] * len(ids)
         else:
             before = ids.pop()
-            contexts = [shared([ids[0], [*before, -1]])]  # all tokens of `before` may be shared
-            counts["core/unaligned_items"] += contexts[0] < len(before)
+            length = len(before)
+            before.append(-1)  # differs from any token, so that all of `before` may be common
+            contexts = [common_prefix([ids[0], before])]
+            counts["core/unaligned_items"] += int(contexts[0] < length)
         if not min(contexts):
             raise ValueError(
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no "
-                "token that begins a text: remove the item, or use a model with another tokenizer"
+                "token that starts a text: remove the item, or use a model with another tokenizer"
             )
         rows = []
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
-            counts["core/cut_prompts"] += cut > 0
+            counts["core/cut_prompts"] += int(cut > 0)
             rows.append(Row(own[cut:], max(1, context - cut)))
         return rows
 
 
-def shared(sequences: Sequence[list[int]]) -> int:
-    """Returns the number of tokens with which all sequences begin, but for one of the shortest,
-    which is left to predict."""
+def common_prefix(sequences: Sequence[list[int]]) -> int:
+    """Returns the length of the common prefix of the sequences, at most the shortest length - 1, so
+    that one token is left to predict."""
     same = 0
     shortest = min(map(len, sequences))
     while same < shortest - 1 and len({own[same] for own in sequences}) == 1:

@@ -1,9 +1,9 @@
-"""The formulas of the metrics, on plain lists of numbers; `metrics/` has them as metrics of the
-`evaluate` library.
+"""Formulas of the metrics, on plain lists of numbers; `metrics/` wraps them for the `evaluate`
+library.
 
 A sample is a window of tokens, a document, or a question with its choices. Standard errors are over
-samples, which are taken as independent; a single sample has no standard error. Sums are exact, so
-that results do not depend on the order.
+samples, assumed to be independent; a single sample has no standard error. Sums are exact, so
+results do not depend on the order.
 """
 
 import math
@@ -32,9 +32,9 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
 def token_loss(
     nats: Sequence[float], tokens: Sequence[int], text_bytes: float | None = None
 ) -> dict[str, float]:
-    """Returns `mean_loss`, `perplexity`, the exponential of the loss, infinite if it overflows, and
-    `bits_per_byte`, the code length of a text, comparable across tokenizers, unless `text_bytes`,
-    the length of all samples' text in UTF-8, is None."""
+    """Returns `mean_loss`; `perplexity`, the exponential of the loss, infinite if it overflows; and
+    `bits_per_byte`, the code length of the text, if `text_bytes` has the UTF-8 bytes of all
+    samples' text."""
     results = mean_loss(nats, tokens)
     loss = results["loss"]
     results["perplexity"] = math.exp(loss) if loss < 709 else math.inf
@@ -44,11 +44,11 @@ def token_loss(
 
 
 def accuracy(right: Sequence[bool], name: str) -> dict[str, float]:
-    """Returns the share of correct samples, of one at least, as `name`, and its standard error as
-    `name` + "_stderr"."""
+    """Returns the share of right samples, as `name`, and its standard error, as `name` +
+    "_stderr". There is at least one sample."""
     n = len(right)
-    share = sum(right) / n
-    results = {name: share}
+    mean = sum(right) / n
+    results = {name: mean}
     if n > 1:
-        results[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (n - 1))
+        results[f"{name}_stderr"] = math.sqrt(mean * (1 - mean) / (n - 1))
     return results

@@ -1,10 +1,10 @@
 """HellaSwag (Zellers et al., 2019): choose one of four endings. Completion style: each ending is
 scored as text.
 
-Context and ending are read as in the data set, as in build-nanogpt and llm.c. `acc` chooses the
+Context and ending are those of the data set, as in build-nanogpt and llm.c. `acc` chooses the
 ending with the highest likelihood. Longer endings are less likely, so `acc_norm` divides the
-log-likelihood by the length: in tokens (`acc_norm_per_token`, the acc_norm of build-nanogpt and
-llm.c) or in characters (`acc_norm_per_char`, as lm-evaluation-harness, whose texts differ).
+log-likelihood by the length in tokens (`acc_norm_per_token`, the acc_norm of build-nanogpt and
+llm.c) or in characters (`acc_norm_per_char`, as in lm-evaluation-harness, which edits the texts).
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 class HellaSwag(LikelihoodTask):
-    """The evaluation of a model of shape `config` on HellaSwag's items, with the fields `ctx`,
-    `endings` and `label`.
+    """The `Evaluation` on HellaSwag items, with the fields `ctx`, `endings` and `label`.
 
-    Items with an ending of more than `n_positions` tokens are skipped; `notes` say how many, and
-    how many contexts are cut. Raises `ValueError`, naming the item, for a field that is missing or
-    wrong; also if all items are skipped.
+    Skips items with an ending of more than `config.n_positions` tokens; `notes` has their number
+    and the number of contexts that are cut. Raises `ValueError` for a field that is missing or
+    wrong, and if all items are skipped.
     """
 
     def __init__(
@@ -42,19 +41,20 @@ class HellaSwag(LikelihoodTask):
             question = encode_question(tokenizer, context, texts, item.place)
             if max(row.predicted for row in question) <= limit:
                 self.questions.append(question)
-                self.characters.append(list(map(len, endings)))
+                self.characters.append([len(ending) for ending in endings])
                 self.labels.append(label)
-                cut += max(len(row.ids) for row in question) > limit + 1
+                if max(len(row.ids) for row in question) > limit + 1:
+                    cut += 1
         skipped = len(items) - len(self.questions)
         if not self.questions:
             raise ValueError(
-                f"no HellaSwag item has endings that fit into the model's n_positions ({limit}): "
-                "use a model with more positions"
+                f"every HellaSwag item has an ending longer than n_positions ({limit}): use a "
+                "model with more positions"
             )
         self.notes = [
-            f"hellaswag: {len(items):,} items: {cut:,} contexts are too long for {limit:,} "
-            f"positions and cut from the left, {skipped:,} items are skipped as an ending has more "
-            f"than {limit:,} tokens"
+            f"hellaswag: {len(items):,} items; {cut:,} contexts are cut from the left to fit "
+            f"{limit:,} positions; {skipped:,} items are skipped since an ending has more than "
+            f"{limit:,} tokens"
         ]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
@@ -62,7 +62,7 @@ class HellaSwag(LikelihoodTask):
         standard error."""
         lengths = {
             "acc": [[1] * len(row) for row in scores],
-            "acc_norm_per_token": list(map(lengths_of, self.questions)),
+            "acc_norm_per_token": [lengths_of(question) for question in self.questions],
             "acc_norm_per_char": self.characters,
         }
         columns: dict[str, list[Any]] = {"scores": scores, "references": self.labels}
@@ -71,10 +71,10 @@ class HellaSwag(LikelihoodTask):
 
 
 def read_fields(item: Item) -> tuple[str, list[str], int]:
-    """Returns context, endings and the index of the correct ending. Raises `ValueError` for wrong
-    ones.
+    """Returns the context, the endings and the index of the right ending. Raises `ValueError` if a
+    field is missing or wrong.
 
-    The Hub's data set stores the label as text, empty in the test split.
+    The data set on the Hub stores the label as text, which is empty in the test split.
     """
     context = item.field("ctx", str)
     endings = item.field("endings", list)

@@ -1,4 +1,4 @@
-"""The items of an evaluation: rows of a file, or of a data set on the Hub."""
+"""The items of an evaluation: rows of a file, or of HellaSwag on the Hub."""
 
 from pathlib import Path
 from types import UnionType
@@ -13,13 +13,13 @@ FILE = "default/validation/0000.parquet"
 
 
 class Item(NamedTuple):
-    """An item: its fields, and the file and line or the row that messages name."""
+    """An item: its fields, and its place for messages, such as file and line."""
 
     place: str
     fields: dict[str, Any]
 
     def field(self, name: str, kind: type | UnionType) -> Any:
-        """Returns a field. Raises `ValueError`, naming the item, if it is missing or not a `kind`."""
+        """Returns a field. Raises `ValueError` if it is missing or not a `kind`."""
         if name not in self.fields:
             raise ValueError(f"{self.place} has no field {name!r}: add it")
         value = self.fields[name]
@@ -30,12 +30,11 @@ class Item(NamedTuple):
 
 
 def read_items(path: str | Path) -> list[Item]:
-    """Returns the items of a file of rows, such as `.jsonl` with one object per line; blank lines
-    are skipped.
+    """Returns the items of a file of rows, such as `.jsonl` with one object per line; skips blank
+    lines. Another file is one item, `{"text": …}`.
 
-    Any other file is one item, `{"text": …}`. Raises `ValueError`, naming file and line, for a row
-    that is not an object, and if there are no items; also the errors of `read_rows` and
-    `read_text`.
+    Raises `ValueError` for a row that is not an object, and if there are no items; also the errors
+    of `read_rows` and `read_text`.
     """
     if not row_suffix(path):
         return [Item(str(path), {"text": read_text(path)})]
@@ -50,11 +49,10 @@ def read_items(path: str | Path) -> list[Item]:
 
 
 def hub_items(option: str) -> list[Item]:
-    """Returns HellaSwag's items on the Hub, downloaded unless they are in the Hub client's cache.
+    """Returns HellaSwag's items from the Hub, or from the Hub client's cache.
 
-    The Hub's own Parquet conversion is read, so no code of the data set runs. Raises
-    `FileNotFoundError`, which names the `option` that takes a local file, if the Hub cannot be
-    read.
+    Reads the Hub's Parquet conversion, so no code of the data set runs. Raises `FileNotFoundError`
+    if the Hub cannot be read; the message names `option`, which takes a local file.
     """
     from huggingface_hub import hf_hub_download
 

@@ -1,14 +1,12 @@
-"""Log-likelihoods of continuations given a context. Every task that compares or sums likelihoods
-asks the model here.
+"""Log-likelihoods of continuations given a context.
 
-A task is a `LikelihoodTask`: its questions, and the metrics of their log-likelihoods. A multiple
-choice is a question with all choices, a schema a question for each context, a long text a question
-for each window.
+A `LikelihoodTask` has questions and computes metrics from their log-likelihoods. A multiple choice
+is a question with a row for each choice, a schema has a row for each context, a long text has a
+question for each window.
 
-A continuation is a row of its own, after the end of the context that fits, and padding follows it:
-attention is causal, so that any model reads a row as it reads a text, without a mask. A batch has
-rows of similar length. The model always runs uncompiled: compiling for one row length takes longer
-than a whole task.
+A row is a context, cut from the left if it does not fit, and one continuation. Padding follows it:
+attention is causal, so no mask is needed. A batch has rows of similar length. The model runs
+uncompiled: compiling for each row length takes longer than the task.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
-LOGIT_VALUES = 2**27  # maximum logits of a batch if all positions have some: 512 MiB in fp32
+LOGIT_VALUES = 2**27  # maximum logits of a batch with logits at all positions: 512 MiB in fp32
 
 
 class Row(NamedTuple):
-    """A context and a continuation, as the token ids of both and the length of the context. Neither
-    is empty."""
+    """The token ids of a context and a continuation, and the context's length. Neither is empty."""
 
     ids: list[int]
     context: int
 
     @property
     def predicted(self) -> int:
-        """The number of tokens of the continuation."""
+        """Number of tokens of the continuation."""
         return len(self.ids) - self.context
 
 
@@ -56,46 +53,47 @@ def lengths_of(question: Question) -> list[int]:
 def encode_question(
     tokenizer: "PreTrainedTokenizerBase", context: str, continuations: Sequence[str], place: str
 ) -> Question:
-    """Returns a question from texts. Context and continuation are tokenized together, as running
-    text, which does not begin a document (see `text_start`).
+    """Returns a question from texts. Context and continuation are tokenized together, as text in
+    the middle of a document (see `text_start`).
 
     Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. Raises
-    `ValueError`, naming the question by `place`, if the context or a continuation is blank or has
-    no tokens of its own; also the errors of `encode`.
+    `ValueError` with `place` if the context or a continuation is blank or has no tokens of its own,
+    and the errors of `encode`.
     """
-    stem, *whole = encode(
-        tokenizer, [context.rstrip(), *(context + text for text in continuations)]
-    )
+    texts = [context.rstrip()]
+    for text in continuations:
+        texts.append(context + text)
+    stem, *full = encode(tokenizer, texts)
     blank = not all(text.strip() for text in continuations)
-    if not stem or blank or min(map(len, whole)) <= len(stem):
+    if not stem or blank or min(map(len, full)) <= len(stem):
         raise ValueError(f"{place} has an empty context or continuation: remove it")
     start = text_start(tokenizer, begins=False)
-    return [Row(start + stem + ids[len(stem) :], len(start + stem)) for ids in whole]
+    return [Row(start + stem + ids[len(stem) :], len(start + stem)) for ids in full]
 
 
 def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
-    """Groups the rows, as indices, by length, into batches within `BATCH_TOKENS` and
-    `LOGIT_VALUES`, or of a single row."""
-    left = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
+    """Groups row indices by row length into batches of at most `batch_tokens` positions, or one
+    row."""
+    indices = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
     batches = []
-    while left:
-        count = max(1, batch_tokens(vocab_size) // len(rows[left[0]].ids))
-        batches.append(left[:count])
-        left = left[count:]
+    while indices:
+        count = max(1, batch_tokens(vocab_size) // len(rows[indices[0]].ids))
+        batches.append(indices[:count])
+        indices = indices[count:]
     return batches
 
 
 def batch_tokens(vocab_size: int) -> int:
-    """Returns the maximum positions of a batch, for a model with this number of logits at each."""
+    """Returns the maximum number of positions of a batch, with `vocab_size` logits at each."""
     return min(BATCH_TOKENS, LOGIT_VALUES // vocab_size)
 
 
 def token_scores(model: LanguageModel, batch: Sequence[Row], greedy: bool = False) -> torch.Tensor:
-    """Returns the negative log-likelihood in nats of the rows' last tokens, 0 for those that are
-    not predicted, (B, S).
+    """Returns the negative log-likelihoods of the last S tokens of each row in nats, (B, S), 0 for
+    tokens of the context and padding.
 
-    S reaches back to the first token that is predicted in any row. With `greedy` the value is 1 for
-    a predicted token that greedy decoding would not give, else 0.
+    S covers the longest predicted part. With `greedy` the value is 1 for a predicted token that
+    greedy decoding would not give, else 0.
     """
     ids = [torch.tensor(row.ids[-model.config.n_positions - 1 :]) for row in batch]
     input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
@@ -121,16 +119,16 @@ def log_likelihoods(
     interrupted: Callable[[], bool] = lambda: False,
     greedy: bool = False,
 ) -> list[list[float]]:
-    """Returns the log-likelihood in nats of every continuation of every question, on all ranks. All
+    """Returns the log-likelihood in nats of each continuation of each question, on all ranks. All
     ranks call it.
 
-    With `greedy` it is 0 if greedy decoding gives the continuation, else minus the number of other
-    tokens.
+    With `greedy` the value is 0 if greedy decoding gives the continuation, else minus the number of
+    tokens that differ.
 
     `model` may be prepared or not; its mode is restored. A context that does not fit is cut from
-    the left; a continuation of more than `n_positions` tokens is a bug of the caller. Batch i runs
-    on rank i modulo the number of ranks, and the host waits for the device after the last batch
-    only. `interrupted` as in `Evaluation`.
+    the left; the caller ensures that a continuation has at most `n_positions` tokens. Batch i runs
+    on rank i modulo the number of ranks; the host waits for the device once, after the last batch.
+    `interrupted`: see `Evaluation`; if True, returns an empty list.
     """
     plain = unwrap(accelerator, model)
     rows = list(chain.from_iterable(questions))
@@ -142,8 +140,7 @@ def log_likelihoods(
             if interrupted():
                 return []
             number = first + accelerator.process_index
-            # A rank without a batch repeats the last one: the forward of a sharded model needs all
-            # ranks.
+            # A rank without a batch repeats the last one: a sharded forward needs all ranks.
             batch = batches[min(number, len(batches) - 1)]
             nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
@@ -153,15 +150,15 @@ def log_likelihoods(
 
 
 class LikelihoodTask:
-    """An `Evaluation` by log-likelihoods. A subclass sets `questions`, and `notes` on them, and has
-    `metrics`."""
+    """An `Evaluation` by log-likelihoods. A subclass sets `questions` and `notes`, texts about
+    them, and defines `metrics`."""
 
     questions: list[Question]
     notes: list[str]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns the results, from the log-likelihood of each continuation of each question in
-        nats. All ranks call it."""
+        """Returns the results, {"TASK/METRIC": value}. `scores` are the log-likelihoods of each
+        question's continuations in nats. All ranks call it."""
         raise NotImplementedError
 
     def __call__(
@@ -170,6 +167,6 @@ class LikelihoodTask:
         model: torch.nn.Module,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Returns the `metrics` of a model."""
+        """Returns the `metrics` of `model`; empty if interrupted."""
         scores = log_likelihoods(accelerator, model, self.questions, interrupted)
         return self.metrics(scores) if scores else {}

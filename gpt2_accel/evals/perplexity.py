@@ -1,14 +1,13 @@
 """Perplexity of a model on a text, read in windows with a stride.
 
-The token that begins documents, `<|endoftext|>` or BOS, precedes the text. The first window
-predicts `n_positions` tokens, each later one the next `stride` tokens after the longest context
-that fits. Every token is predicted once. With a stride of `n_positions`, the default here and in
-lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be full.
-A shorter stride gives tokens more context and costs more.
+The token that starts documents, `<|endoftext|>` or BOS, precedes the text. The first window
+predicts `n_positions` tokens; each later window predicts the next `stride` tokens after the longest
+context that fits. Every token is predicted once. With a stride of `n_positions`, the default here
+and in lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be
+full. A shorter stride gives tokens more context and takes longer.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.evals.items import Item
@@ -22,12 +21,11 @@ if TYPE_CHECKING:
 
 
 class TextPerplexity(LikelihoodTask):
-    """The evaluation of a model of shape `config` on one text: the items' `text`, joined by line
-    ends.
+    """The `Evaluation` on one text: the `text` of all items, joined by newlines.
 
-    A `stride` of None is `n_positions`. If the tokenizer has no token that starts a text, the first
-    token of the text is context only. Raises `ValueError` for a stride that is not between 1 and
-    `n_positions`, and if there is nothing to predict.
+    `stride` is in tokens, default `config.n_positions`. If the tokenizer has no token that starts a
+    text, the first token of the text is context only. Raises `ValueError` for a stride that is not
+    between 1 and `n_positions`, and if there is nothing to predict.
     """
 
     def __init__(
@@ -49,17 +47,20 @@ class TextPerplexity(LikelihoodTask):
             raise ValueError(
                 f"there is nothing to predict in the text {text[:40]!r}: give a longer text"
             )
-        ends = [*range(1 + n_positions, len(ids), stride), len(ids)]
         self.questions = []
-        for first, end in pairwise([1, *ends]):  # the first token is context only
+        first = 1  # the first token is context only
+        while first < len(ids):
+            length = stride if self.questions else n_positions
+            end = min(first + length, len(ids))
             start = max(0, end - 1 - n_positions)
             self.questions.append([Row(ids[start:end], first - start)])
+            first = end
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
-        """Returns `text/loss` per token in nats, with its standard error over windows,
-        `perplexity_per_token` and `bits_per_byte`."""
+        """Returns `text/loss`, per token in nats, with its standard error over windows,
+        `text/perplexity_per_token` and `text/bits_per_byte`."""
         columns: dict[str, list[Any]] = {
             "nats": [-value for (value,) in scores],
             "tokens": [window.predicted for (window,) in self.questions],

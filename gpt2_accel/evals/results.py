@@ -1,4 +1,4 @@
-"""The results of evaluations: tables, and the file `evaluation.json`."""
+"""Results of evaluations: tables, and the file `evaluation.json`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -6,22 +6,24 @@ from pathlib import Path
 
 from gpt2_accel.runtime.files import number, parse_json
 
-Rows = Mapping[str, Sequence[str]]  # cells by the title of their row
+Rows = Mapping[str, Sequence[str]]  # row title -> cells
 
 
 def markdown(heads: Sequence[str], rows: Rows) -> str:
-    """Returns a Markdown table, aligned to be readable as plain text, from heads, the first of the
-    titles, and rows."""
+    """Returns a Markdown table whose columns are aligned in plain text. The first of `heads` is
+    that of the row titles."""
     lines = [list(heads)]
     for title, cells in rows.items():
-        lines.append([title, *cells])
+        line = [title]
+        line += cells
+        lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
 def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:
-    """Returns the cells of each metric, one for each of several models' results."""
+    """Returns the rows of a table: a row for each metric, a cell for each model's results."""
     columns = []
     for found in results:
         names = [name for name in found if not name.endswith("_stderr")]
@@ -30,8 +32,8 @@ def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, li
 
 
 def rows_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
-    """Returns the rows of a table from its columns, cells by title; a column without a row's title
-    has an empty cell."""
+    """Returns the rows of a table from its columns, which map row titles to cells; a title that a
+    column lacks gets an empty cell."""
     rows = {}
     for title in chain.from_iterable(columns):
         rows[title] = [str(column.get(title, "")) for column in columns]
@@ -42,27 +44,27 @@ def read_record(path: Path) -> dict[str, dict]:
     """Returns the entries of an `evaluation.json`, model -> entry; empty if the file does not
     exist.
 
-    An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify what was
-    evaluated. Raises `ValueError` if the file holds anything else.
+    An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify the
+    evaluated model. Raises `ValueError` if the file has another content.
     """
+    record: dict[str, dict] = {}
     if not path.exists():
-        return {}
+        return record
     try:
-        record = parse_json(path.read_text(encoding="utf-8"))
-        return {
-            name: {"notes": [], **entry, "results": entry["results"]}
-            for name, entry in record.items()
-        }
+        for name, entry in parse_json(path.read_text(encoding="utf-8")).items():
+            entry["results"].keys()
+            record[name] = {"notes": []} | entry
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} does not hold evaluations: choose another --output") from error
+    return record
 
 
 def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
-    """Adds the entry of the model `name` to a record, in place. No other entry changes.
+    """Adds the entry of the model `name` to a record, in place. Other entries do not change.
 
-    In an entry of the same weights and precision, the results and notes of each task replace
-    earlier ones. If `name` has an entry of others, the new one is under a name with step, weights
-    and precision.
+    If `name` has an entry of the same weights and precision, the results and notes of each task
+    replace earlier ones. If it has an entry of other weights or another precision, the new entry's
+    name includes step, weights and precision.
     """
     weights = entry["weights"]
     precision = entry["precision"]

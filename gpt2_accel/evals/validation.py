@@ -24,13 +24,14 @@ from gpt2_accel.runtime.progress import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 Measure = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
-"""(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum, `counted`, of how many, and others."""
+"""(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum; `counted`,
+the number of its terms; and others."""
 
 
 def token_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the sum of the nats of each window's counted targets, and their number, (B,) each."""
+    """Returns the loss of each window, summed over its counted targets, in nats, and their number,
+    (B,) each."""
     targets = batch.targets
     nats = model(batch.input_ids, targets, documents=batch.documents, reduction="none")
     return {"loss": nats.sum(dim=1), "counted": (targets != -100).sum(dim=1)}
@@ -45,10 +46,12 @@ def per_window(
     title: str,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, torch.Tensor] | None:
-    """Returns the figures of all windows of `loader` by the prepared `model` in evaluation mode, each (windows,) fp32.
+    """Returns the figures of all windows of `loader`, (windows,) fp32 each, on the CPU.
 
-    All ranks call it, each with its own loader, and get the same. `interrupted` is called before each batch and must agree
-    on all ranks; if True, returns None. Raises `UnreadableData` on all ranks if one could not read its windows.
+    `model` is prepared and evaluated in evaluation mode. All ranks call it, each with its own
+    loader, and get the same result. `interrupted` is called before each batch and must agree on
+    all ranks; if True, returns None. Raises `UnreadableData` on all ranks if one of them could not
+    read its windows.
     """
     found: list[torch.Tensor] = []  # (figures, batch_size) per batch
     figures: dict[str, torch.Tensor] = {}
@@ -59,14 +62,16 @@ def per_window(
                 return None
             figures = measure(model, batch)
             found.append(torch.stack([values.float() for values in figures.values()]))
-    problems = gather_object([loader.problem and str(loader.problem)])
-    if problem := next(filter(None, problems), None):
-        raise UnreadableData(problem)
+    own_problem = str(loader.problem) if loader.problem else ""
+    for problem in gather_object([own_problem]):
+        if problem:
+            raise UnreadableData(problem)
     totals = torch.zeros(len(figures), loader.windows, device=accelerator.device)
     mine = torch.from_numpy(loader.numbers).to(totals.device)
-    totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # the padding comes last
+    totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # padding windows come last
     # The host waits for the device only here. Each window belongs to one rank.
-    return dict(zip(figures, accelerator.reduce(totals, "sum").cpu(), strict=True))
+    sums = accelerator.reduce(totals, "sum").cpu()
+    return dict(zip(figures, sums, strict=True))
 
 
 def validation_loss(
@@ -78,27 +83,29 @@ def validation_loss(
     prefix: str = "val",
     measure: Measure = token_losses,
 ) -> dict[str, float]:
-    """Evaluates the prepared `model` on the windows of `loader`. The arguments and errors are those of `per_window`; the
-    result is empty if it is interrupted.
+    """Returns the loss of the prepared `model` on the windows of `loader`, or an empty result if
+    interrupted. The arguments and errors are those of `per_window`.
 
-    Returns, with the default `prefix`:
-    - `val/loss`: the mean over all that counts, by default over tokens, in nats, and `val/loss_stderr`, its standard error
-      over windows;
-    - `val/perplexity`: its exponential;
-    - `val/bits_per_byte`: the code length of the tokens, separators included, per byte of text; comparable across
-      tokenizers. It is missing if the number of bytes is unknown.
+    With the default `prefix` and `measure`:
+    - `val/loss`: mean over counted targets, in nats, and `val/loss_stderr`, its standard error over
+      windows;
+    - `val/perplexity`: the exponential of the loss;
+    - `val/bits_per_byte`: code length of the tokens, separators included, per byte of text, which
+      is comparable across tokenizers; missing if the number of bytes is unknown.
 
-    An own `measure` has the means of its other figures in place of the last two.
+    Another `measure` gives the loss and the means of its other figures.
     """
     found = per_window(accelerator, model, loader, measure, f"evaluating {prefix}", interrupted)
     if found is None:
         return {}
-    sums, counted = found.pop("loss").tolist(), found.pop("counted").tolist()
+    sums = found.pop("loss").tolist()
+    counted = found.pop("counted").tolist()
     if measure is token_losses:
         results = token_loss(sums, counted, sum(counted) * (loader.bytes_per_token or 0))
     else:
-        means = {name: math.fsum(values.tolist()) / sum(counted) for name, values in found.items()}
-        results = mean_loss(sums, counted) | means
+        results = mean_loss(sums, counted)
+        for name, values in found.items():
+            results[name] = math.fsum(values.tolist()) / sum(counted)
     return {f"{prefix}/{name}": value for name, value in results.items()}
 
 
@@ -110,9 +117,10 @@ def prepare_loss(
     split: str,
     max_tokens: int,
 ) -> tuple[Evaluation, str]:
-    """Returns `validation_loss` of a model of shape `config` on a split, at most `max_tokens` tokens, and a note on them.
+    """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, in
+    windows for a model of shape `config`, and a note with their number.
 
-    Raises `ValueError` if the data was made with another tokenizer than the model's, or holds pairs.
+    Raises `ValueError` if the data was prepared with another tokenizer, or contains pairs.
     """
     open_hub(data_dir)
     check_pairs(data_dir)
@@ -127,8 +135,9 @@ def prepare_loss(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
+    total = sum(stream.tokens for stream in loader.streams)
     note = (
-        f"{split}: the first {loader.windows * length:,} of {sum(s.tokens for s in loader.streams):,} tokens of "
-        f"{data_dir}, in windows of {length:,}"
+        f"{split}: the first {loader.windows * length:,} of {total:,} tokens of {data_dir}, in "
+        f"windows of {length:,}"
     )
     return partial(validation_loss, loader=loader, prefix=split), note

@@ -34,7 +34,7 @@ def test_shares_are_over_all_items_and_groups_on_all_ranks(accelerator, tokenize
         return [Completion([], texts[a], ended=ends.get(a, "end_of_text")) for a in asked]
 
     monkeypatch.setattr(chat, "complete", answered)
-    monkeypatch.setattr(chat, "TOGETHER", 2)  # of five items: three batches
+    monkeypatch.setattr(chat, "BATCH_SIZE", 2)  # of five items: three batches
     groups = {"a": "x", "b": "x", "c": "y", "d": "", "e": ""}
     items = [
         {"prompt": name * (5 - i), "answer": "yes"} | ({"group": group} if group else {})
@@ -76,7 +76,7 @@ def test_a_prompt_may_be_text_parts(tokenizer):
 def test_bad_items(tokenizer, chat_base):
     for item, message in [
         ({"prompt": "x"}, "item 0 has no field 'answer'"),
-        ({"prompt": "a" * 200, "answer": "x"}, "and the model reads 128: remove it"),
+        ({"prompt": "a" * 200, "answer": "x"}, "and the model has 128 positions: remove it"),
         ({"prompt": user_turn(None), "answer": "x"}, "0 has a prompt .* answered: .* without text"),
         ({"prompt": user_turn([{"type": "image"}]), "answer": "x"}, "answered: .* not supported"),
     ]:

@@ -199,7 +199,7 @@ def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     lines = (bundle / "eval_data/small/Endings.jsonl").read_text().splitlines()
     random.Random(1337).shuffle(lines)
     assert read_tasks(bundle, 5)[3].items == [json.loads(line) for line in lines[:5]]
-    with refused("cannot be read as DCLM's bundle"):
+    with refused("is not a readable CORE bundle"):
         open_bundle(tmp_path)
     with refused("give its folder, ZIP file or URL"):
         open_bundle()

@@ -1,7 +1,7 @@
-"""Metrics of the `evaluate` library, one a file: `evaluate.load(FILE)` takes the first class of a
-file.
+"""Metrics for the `evaluate` library, one per file: `evaluate.load(FILE)` takes a file's first
+class.
 
-They import `evaluate`, which takes seconds: this module does so where it computes.
+They import `evaluate`, which takes seconds, so this module imports them only to compute.
 """
 
 import sys
@@ -16,15 +16,15 @@ from accelerate.utils import broadcast_object_list
 def combine(
     prefix: str, file: str, parts: Mapping[str, Mapping[str, Sequence]], **options: float
 ) -> dict[str, float]:
-    """Returns the results, "PREFIX/NAME", of the metric in a file here, computed on the main
-    process. All ranks call it.
+    """Returns the results, "PREFIX/NAME", of the metric in a file of this folder. The main process
+    computes them; all ranks call it and get the same.
 
-    parts: the columns of each result, by its name, the metric's `config_name`. `options` are
-    further arguments of all.
+    parts: result name (the metric's `config_name`) -> columns. `options` are further arguments of
+    the metric.
     """
     results: dict[str, float] = {}
     if PartialState().is_main_process:
-        # The folder of a script comes first, and that of the recipes has an evaluate.py.
+        # The script's folder comes first in sys.path, and recipes/ has an evaluate.py.
         installed = str(distribution("evaluate").locate_file(""))
         sys.path.insert(0, installed)
         import evaluate.loading
@@ -34,7 +34,7 @@ def combine(
         with TemporaryDirectory() as folder:
             for name, columns in parts.items():
                 metric = metric_class(keep_in_memory=True, cache_dir=folder)
-                metric.config_name = name  # set here, it is not part of a path
+                metric.config_name = name  # as an argument it would be part of a path
                 results |= metric.compute(**columns, **options)
     [results] = broadcast_object_list([results])
     return {f"{prefix}/{name}": value for name, value in results.items()}

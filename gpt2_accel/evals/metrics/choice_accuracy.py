@@ -1,9 +1,9 @@
-"""The accuracy of multiple choices, as a metric of the `evaluate` library.
+"""Accuracy of multiple choices, a metric for the `evaluate` library.
 
     accuracy = evaluate.load("gpt2_accel/evals/metrics/choice_accuracy.py")
     accuracy.compute(scores=…, lengths=…, references=…)  # {"acc": …, "acc_stderr": …}
 
-"acc_norm" as the second argument of `load` is another name of the result.
+A second argument of `load`, such as "acc_norm", renames the result.
 """
 
 import math
@@ -16,13 +16,12 @@ from gpt2_accel.evals.formulas import accuracy
 
 
 class ChoiceAccuracy(evaluate.Metric):
-    """The accuracy of samples whose choice with the highest score for its length counts as their
-    answer, and its standard error. The first of equal choices counts. A sample with a NaN score is
-    wrong.
+    """Accuracy and its standard error. The answer of a sample is the choice with the highest score
+    divided by length, the first one if several are equal. A sample with a NaN score is wrong.
 
-    scores: the log-likelihoods of a sample's choices; their number may differ between samples.
-    lengths: what they are divided by: 1, or to normalise them the tokens or characters of the
-    choices. references: the index of the right choice."""
+    scores: log-likelihoods of a sample's choices; their number may differ between samples.
+    lengths: divisors of the scores: 1, or the tokens or characters of each choice. references: the
+    index of the right choice."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = Features(

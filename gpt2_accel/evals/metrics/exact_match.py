@@ -1,4 +1,4 @@
-"""The share of answers that equal the expected ones, as a metric of the `evaluate` library.
+"""Share of answers that equal the expected ones, a metric for the `evaluate` library.
 
 match = evaluate.load("gpt2_accel/evals/metrics/exact_match.py")
 match.compute(predictions=…, references=…)  # {"exact_match": …, "exact_match_stderr": …}
@@ -13,8 +13,8 @@ from gpt2_accel.evals.formulas import accuracy
 
 
 class ExactMatch(evaluate.Metric):
-    """The share of `predictions` that equal their `references`, spaces at the ends apart, and its
-    standard error. The `config_name` is the name of the result."""
+    """The share of `predictions` that equal their `references`, without spaces at both ends, and
+    its standard error. `config_name` is the name of the result."""
 
     def _info(self) -> evaluate.MetricInfo:
         features = Features(predictions=Value("string"), references=Value("string"))
