@@ -1,9 +1,10 @@
-"""Conversations: messages become tokens in the chat template, and windows of whole conversations.
+"""Conversations: messages become tokens in the chat template, and windows of conversations.
 
-The tokens that the template marks as the assistant's count in the loss. Windows are packed by best fit over ordered
-lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a conversation is never divided. A pair of
-answers has a window of its own: its first half is the chosen conversation, its second the rejected, both padded. A
-preparation holds all tokens in memory, 4 bytes each, and writes a shard per split.
+The tokens that the template marks as the assistant's count in the loss. Windows are packed by best
+fit over ordered lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a
+conversation is never divided. A pair of answers has a window of its own: the first half is the
+chosen conversation, the second half the rejected, both padded. A preparation holds all tokens in
+memory, 4 bytes each, and writes one shard per split.
 """
 
 import itertools
@@ -32,6 +33,7 @@ from gpt2_accel.data.shards import (
     template_digest,
 )
 from gpt2_accel.data.sources import state_of, unchanged
+from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import special_tokens
@@ -43,13 +45,13 @@ if TYPE_CHECKING:
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
 UNMARKED = (
-    f"{REFUSED} (an answer is not marked: transformers loses one that begins with a space if the tokenizer's offsets leave it "
-    "out)"
+    f"{REFUSED} (an answer is not marked: transformers loses one that begins with a space if the "
+    "tokenizer's offsets leave it out)"
 )
 MERGED = f"{REFUSED} (the template does not mark each answer by itself)"
 SPECIAL = (
-    "with a special token of the tokenizer in a message, which would end a turn, or half a surrogate pair, which is not a "
-    "character"
+    "with a special token of the tokenizer in a message, which would end a turn, or half a "
+    "surrogate pair, which is not a character"
 )
 TOO_LONG = "of more tokens than a window; --cut keeps the beginning of conversations"
 CUT = "cut to the length of a window"
@@ -72,17 +74,18 @@ def prepare_conversations(
     pairs: bool = False,
     **about: str | None,
 ) -> dict:
-    """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens; returns the manifest.
+    """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens.
 
-    `tokenizer` has a chat template to train with, and a `pad_token`, as `hf/chat_template.py` makes
-    it. A conversation that is longer than a window is left out; with `cut` its beginning is kept.
-    With `shorten` the windows are as long as the longest conversation, in multiples of `SHORTEST`,
-    and at most `sequence_length`. Without `packed` a window holds one
-    conversation. `source`, `model` (a directory relative to `data_dir`) and
-    `about` are recorded. With `pairs` the files hold pairs of answers (`messages.py`), and a window of
-    twice `sequence_length` tokens holds one pair. Raises `ValueError` for fewer than two different
-    conversations, or prompts of pairs, for `cut` of pairs, and the errors of `encode_files` and
-    `make_data`.
+    `tokenizer` has a chat template to train with and a `pad_token`, as from `hf/chat_template.py`.
+    `cut` keeps the beginning of a conversation that is longer than a window; otherwise the
+    conversation is left out. `shorten` makes the windows as long as the longest conversation, in
+    multiples of `SHORTEST`, and at most `sequence_length`. `packed` puts several conversations into
+    a window. With `pairs` the files hold pairs of answers (`messages.py`), and a window of twice
+    `sequence_length` tokens holds one pair. `source`, `model` (a directory relative to `data_dir`)
+    and `about` are recorded.
+
+    Returns the manifest. Raises `ValueError` for fewer than two different conversations or prompts,
+    for `cut` with `pairs`, and the errors of `encode_files` and `make_data`.
     """
     if pairs and cut:
         raise ValueError("a pair that is cut may lose what its answers differ in: leave out --cut")
@@ -96,15 +99,16 @@ def prepare_conversations(
         different = len(np.unique(keys))
         if different < 2:
             kind = "different prompt" if pairs else "different conversation"
-            lines = "; ".join(["", *left_out(problems)])
+            lines = "".join(f"; {line}" for line in left_out(problems))
             raise ValueError(
-                f"{source} holds {plural(different, kind)} to train on, and training and validation need one each{lines}: add "
-                "different ones, or correct those that are left out"
+                f"{source} holds {plural(different, kind)} to train on, and training and "
+                f"validation need one each{lines}: add different ones, or correct those that are "
+                "left out"
             )
         size = sequence_length
         if shorten:
-            longest = max(map(len, itertools.chain.from_iterable(items)))
-            size = min(size, -(-longest // SHORTEST) * SHORTEST)
+            longest = max(len(row) for row in itertools.chain.from_iterable(items))
+            size = min(size, round_up(longest, SHORTEST))
         chosen = validation_mask(keys)
         entries = {}
         for split, mine in (("train", ~chosen), ("val", chosen)):
@@ -122,12 +126,12 @@ def prepare_conversations(
             "splits": entries,
         }
 
-    listed = [(file, *state) for file, state in states.items()]
+    listed = [(file, size, modified) for file, (size, modified) in states.items()]
     options = [sequence_length, cut, model, shorten]
     training = training_template(tokenizer)
     if training != tokenizer.chat_template:  # of a release of TRL
         options.append(training)
-    if not packed:  # else the plan is that of former releases
+    if not packed:  # otherwise the plan is that of earlier releases
         options.append(packed)
     if pairs:
         options.append("pairs")
@@ -145,15 +149,19 @@ def encode_files(
     cut: bool,
     pairs: bool,
 ) -> tuple[list[list[np.ndarray]], np.ndarray, dict[str, list]]:
-    """Returns the items, each the tokens of a conversation, or of both of a pair, (n,) uint32 with their bits; their keys,
-    (items,) uint64; and for each reason why others are left out, or changed, how often and where first.
+    """Tokenizes the conversations or pairs in files; `files` maps paths to their `state_of`.
 
-    `files` maps files to their `state_of`. The key of a conversation is the hash of its messages, or
-    that of the first conversation with the same token ids: a template trims spaces. The key of a pair is the hash of its prompt.
-    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors of
-    `read_rows`, `read_messages`, `read_pair` and `unchanged`.
+    Returns three values. The items: a list with the tokens of a conversation, or of the chosen and
+    the rejected one, each (n,) uint32 with their bits. The keys, (items,) uint64: a hash of the
+    messages or of a pair's prompt; conversations with equal token ids have one key, since a
+    template trims spaces. The problems: for each reason why rows are left out or changed, the
+    number of rows and the place of the first.
+
+    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors
+    of `read_rows`, `read_messages`, `read_pair` and `unchanged`.
     """
-    special = re.compile("|".join([SURROGATE, *map(re.escape, special_tokens(tokenizer))]))
+    forbidden = [SURROGATE] + [re.escape(token) for token in special_tokens(tokenizer)]
+    special = re.compile("|".join(forbidden))
     items = []
     keys = []
     problems: dict[str, list[Any]] = {}
@@ -181,15 +189,18 @@ def encode_files(
             except Problem as problem:
                 reason = str(problem)
             if reason:
-                problems.setdefault(reason, [0, place])[0] += 1
+                problems.setdefault(reason, [0, place])
+                problems[reason][0] += 1
     return items, np.array(keys, np.uint64), problems
 
 
 def encode_pair(
     tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
 ) -> tuple[list[np.ndarray], list[dict[str, str]]]:
-    """Returns the tokens of the chosen and of the rejected conversation, of which only the last answers count, and the messages
-    of the prompt. Raises the errors of `read_pair` and `encode_messages`."""
+    """Returns the tokens of the chosen and the rejected conversation, and the prompt's messages.
+
+    Only the last answers count. Raises the errors of `read_pair` and `encode_messages`.
+    """
     item = []
     pair = read_pair(row, place)
     for messages in pair:
@@ -207,10 +218,11 @@ def encode_messages(
     messages: list[dict[str, str]],
     counted: list[bool],
 ) -> np.ndarray:
-    """Returns the tokens of messages with their bits, (n,) uint32; `counted` says which messages may count.
+    """Returns the tokens of messages with their bits, (n,) uint32.
 
-    `special` matches what a message must not hold. Raises `Problem`, also if some answers do not count and the template does
-    not mark each by itself.
+    `counted` says which messages may count. `special` matches what a message must not contain.
+    Raises `Problem`, also if some answers do not count and the template does not mark each answer
+    by itself.
     """
     if any(special.search(message["content"]) for message in messages):
         raise Problem(SPECIAL)
@@ -245,10 +257,10 @@ def marked_runs(counts: np.ndarray) -> np.ndarray:
 
 
 def validation_mask(keys: np.ndarray) -> np.ndarray:
-    """Returns which conversations are for validation, (n,) bool, by the hashes of their messages, (n,) uint64.
+    """Returns which conversations are for validation, (n,) bool; `keys`: (n,) uint64 hashes.
 
-    It is one in `HELD_OUT` of the different conversations. If these are no `fitting_share` of them,
-    it is the 20th part with the lowest hashes, at least one.
+    One in `HELD_OUT` of the different conversations, by the hash. If that is not a `fitting_share`,
+    the 20th part with the lowest hashes, at least one.
     """
     keys, inverse = np.unique(keys, return_inverse=True)
     chosen = keys % np.uint64(HELD_OUT) == 0
@@ -265,9 +277,12 @@ def pack(
     padding: int,
     packed: bool,
 ) -> dict:
-    """Writes the shard of a split, in windows of `size` tokens, and what each counts for in an update, its targets; returns
-    its entry in the manifest. `padding` is a token id. Without `packed` a window has one conversation. A window of a pair
-    is two rows of `size` tokens, and counts once."""
+    """Writes the shards of a split, tokens and targets; returns the split's entry in the manifest.
+
+    A window has `size` tokens, filled up with the token id `padding`; its target is the number of
+    its counted tokens. Without `packed` a window has one conversation. The window of a pair is two
+    rows of `size` tokens, and its target is 1.
+    """
     lengths = np.array([sum(map(len, item)) for item in items])
     pairs = len(items[0]) > 1
     windows = [[number] for number in range(len(items))]
@@ -301,7 +316,7 @@ def pack(
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Packs items of the given lengths, (n,) integers up to `capacity`, into windows of that capacity.
+    """Packs items of `lengths`, (n,) integers up to `capacity`, into windows of that capacity.
 
     Returns the items of each window in ascending order, the windows by their first item.
     """
@@ -326,16 +341,17 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def summary(manifest: Mapping) -> list[str]:
-    """Returns lines with the counts of a manifest of conversations: of each split, and what was left out."""
+    """Returns lines that describe a manifest of conversations: each split, and what is left out."""
     lines = []
     length = manifest["sequence_length"]
     kind = "pair" if manifest.get("pairs") else "conversation"
     for split, entry in manifest["splits"].items():
         tokens = entry["tokens"] - entry["padding"]
         lines.append(
-            f"{split}: {plural(entry['documents'], kind)}, {tokens:,} tokens, of which "
-            f"{entry['counted'] / tokens:.0%} count in the loss, in {plural(entry['tokens'] // length, 'window')} of "
-            f"{length:,} ({tokens / entry['tokens']:.1%} full)"
+            f"{split}: {plural(entry['documents'], kind)}, {tokens:,} tokens, "
+            f"{entry['counted'] / tokens:.0%} count in the loss, in "
+            f"{plural(entry['tokens'] // length, 'window')} of {length:,} "
+            f"({tokens / entry['tokens']:.1%} full)"
         )
     if not manifest.get("packed", True):
         lines.append("each window has one conversation: the model does not keep several apart")
@@ -343,11 +359,12 @@ def summary(manifest: Mapping) -> list[str]:
 
 
 def left_out(problems: dict[str, list]) -> list[str]:
-    """Returns a line for each reason why rows are left out or changed: how many, and the first."""
-    return [
-        f"{'kept' if reason == CUT else 'left out'}: {plural(count, 'row')} {reason}, the first: {first}"
-        for reason, (count, first) in problems.items()
-    ]
+    """Returns a line for each reason why rows are left out or changed, with the first row."""
+    lines = []
+    for reason, (count, first) in problems.items():
+        action = "kept" if reason == CUT else "left out"
+        lines.append(f"{action}: {plural(count, 'row')} {reason}, the first: {first}")
+    return lines
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,11 +1,11 @@
-"""Data loaders for training and evaluation; the training order is a function of the seed and the step.
+"""Data loaders; the training order is a function of the seed and the step.
 
-A sample is a window of `sequence_length` tokens and the token after it; a window of conversations has all of its targets
-inside. Its position in the training order is computed: there is no shuffle buffer, no index in memory and no state to
-save. Each update reads the next positions of the order over all ranks, so the order does not depend on the number of
-ranks or the micro-batch size.
+A sample is a window of `sequence_length` tokens and the token after it; a window of conversations
+holds all of its targets. The position of a window in the training order is computed: there is no
+shuffle buffer, no index in memory and no state to save. Each update reads the next positions over
+all ranks, so the order does not depend on the number of ranks or the micro-batch size.
 
-In a mixture each data set has its own order. The data set at each position is a function of the weights (`locate`).
+In a mixture each data set has its own order. `locate` computes the data set at each position.
 """
 
 import functools
@@ -26,16 +26,18 @@ from gpt2_accel.data.shards import (
     read_parts,
 )
 from gpt2_accel.optim import halved
+from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.files import sentence
 
 
 class Batch(NamedTuple):
     """A batch of B windows of T tokens.
 
-    input_ids, targets: (B, T) int64; targets are -100 where they do not count. documents: (B, T) int64, the number of each
-    token's conversation in its row, None for text. divisor: what a rank divides the mean loss of a micro-batch by, so that
-    the ranks' losses add up to the mean over all counted targets of the update, or over its pairs. numbers: (B,) int64, the
-    windows' numbers in their data set.
+    input_ids, targets: (B, T) int64; targets that do not count are -100.
+    documents: (B, T) int64, the number of each token's conversation in its row; None for text.
+    divisor: a rank divides the mean loss of a micro-batch by it. The sum over the ranks is then the
+        mean over all counted targets, or all pairs, of the update.
+    numbers: (B,) int64, the windows' numbers in their data set.
     """
 
     input_ids: torch.Tensor
@@ -57,13 +59,14 @@ def shuffled(
 ) -> np.ndarray:
     """Returns the sample at each position of an epoch's training order.
 
-    positions: (n,) integers in [0, size), epoch: one for all or (n,) -> (n,) int64 in [0, size). Over all positions of an
-    epoch the result is a permutation, keyed by `seed` and `epoch`, in O(1) memory.
+    positions: (n,) integers in [0, size), epoch: one for all or (n,) -> (n,) int64 in [0, size).
+    Over all positions of an epoch the result is a permutation, keyed by `seed` and `epoch`, in O(1)
+    memory.
 
-    The shuffle has two levels, so that a slow disk reads longer runs: blocks of `BLOCK` consecutive windows are
-    permuted, then the windows within each group of blocks.
+    The shuffle has two levels, so that a slow disk reads longer runs: blocks of `BLOCK` consecutive
+    windows are permuted, then the windows within each group of blocks.
     """
-    blocks = -(-size // BLOCK)
+    blocks = ceil_div(size, BLOCK)
     slots = blocks * BLOCK  # more than `size` where the last block is short
     epochs = np.broadcast_to(epoch, np.shape(positions))
 
@@ -79,9 +82,10 @@ def shuffled(
 
 
 def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Applies a keyed permutation of [0, size) to each element of x; `size` and `key` broadcast against x.
+    """Applies a keyed permutation of [0, size) to each element of x, (n,) int64.
 
-    The permutation is a balanced Feistel network over the smallest even number of bits that holds `size`.
+    `size` and `key` (uint64) broadcast against x. The permutation is a balanced Feistel network
+    over the smallest even number of bits that holds `size`.
     """
     size = np.broadcast_to(np.asarray(size, np.int64), x.shape)
     key = np.broadcast_to(key, x.shape)
@@ -104,9 +108,10 @@ def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarra
 def walk_below(
     size: int | np.ndarray, step: Callable[[np.ndarray, np.ndarray], np.ndarray], x: np.ndarray
 ) -> np.ndarray:
-    """Restricts a permutation of a larger range to [0, size) by cycle walking (Black and Rogaway, 2002).
+    """Restricts a permutation of a larger range to [0, size), by cycle walking.
 
-    Applies `step` again to every value outside the range. `step` takes the values and their indices in x.
+    Applies `step` again to each value outside the range (Black and Rogaway, 2002). `step` takes the
+    values and their indices in x.
     """
     x = x.copy()
     size = np.broadcast_to(size, x.shape)
@@ -132,17 +137,17 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 
 
 def locate(
-    positions: np.ndarray, shares: Sequence[float], seed: int
+    positions: np.ndarray, weights: Sequence[float], seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns a data set to each position of the training order, by their `shares`, which add up to 1.
+    """Assigns a data set to each position of the training order, by `weights`, which sum to 1.
 
-    positions: (n,) -> the data set's number, (n,), and the position in that data set's own order, (n,). Set i has
-    n · shares[i] of the first n positions, to within two, for each n that is a multiple of `PERIOD`. The sets are shuffled
-    within a period.
+    positions: (n,) -> the numbers of the data sets, (n,), and the positions in their own orders,
+    (n,). Data set i has n · weights[i] of the first n positions, to within two, if n is a multiple
+    of `PERIOD`. The data sets are shuffled within a period.
     """
-    if len(shares) == 1:
+    if len(weights) == 1:
         return np.zeros_like(positions), positions
-    borders = np.cumsum([0.0, *shares])
+    borders = np.cumsum(np.append(0.0, weights))
     borders[-1] = 1.0
     sets = np.empty_like(positions)
     places = np.empty_like(positions)
@@ -152,7 +157,7 @@ def locate(
         slots = permute(positions[here] % PERIOD, PERIOD, hash64(seed, 2, period))
         ends = np.floor(np.outer((period, period + 1), PERIOD * borders))
         before, after = ends.astype(np.int64)
-        starts = after - before  # the slot at which each set's share of this period begins
+        starts = after - before  # the first slot of each data set in this period
         own = np.searchsorted(starts, slots, side="right") - 1
         sets[here] = own
         places[here] = np.diff(before)[own] + slots - starts[own]
@@ -160,36 +165,41 @@ def locate(
 
 
 def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
-    """Opens a split of a data folder, or of each folder of a mixture; returns the streams with their shares.
+    """Opens a split of a data folder, or of each folder of a mixture.
 
-    Raises the errors of `TokenStream`.
+    Returns the streams with their normalized weights. Raises the errors of `TokenStream`.
     """
-    return [(TokenStream(folder, split), share) for folder, _, share in read_parts(data_dir)]
+    return [(TokenStream(folder, split), weight) for folder, _, weight in read_parts(data_dir)]
 
 
 def count_windows(stream: TokenStream, sequence_length: int) -> int:
-    """Returns the number of windows of `sequence_length` inputs in a split, of text each with its next token.
+    """Returns the number of windows of `sequence_length` inputs in a split.
 
-    Raises `ValueError` if there is none, or if conversations were packed into windows of another length.
+    Raises `ValueError` if there is none, or if the windows of conversations have another length.
     """
     if stream.sequence_length is not None:
         if stream.sequence_length != sequence_length:
             raise ValueError(
-                f"{stream.data_dir} holds conversations in windows of {stream.sequence_length} tokens, not "
-                f"{sequence_length}: give --sequence_length {stream.sequence_length}, or prepare them again"
+                f"{stream.data_dir} holds conversations in windows of {stream.sequence_length} "
+                f"tokens, not {sequence_length}: give --sequence_length {stream.sequence_length}, "
+                "or prepare them again"
             )
         return stream.tokens // sequence_length
     windows = (stream.tokens - 1) // sequence_length
     if windows < 1:
         raise ValueError(
-            f"{stream.data_dir}, split {stream.split!r}, holds {stream.tokens} tokens, too few for one "
-            f"sequence of {sequence_length} and its next token: add text, or lower --n_positions or --sequence_length"
+            f"{stream.data_dir}, split {stream.split!r}, holds {stream.tokens} tokens, too few for "
+            f"one sequence of {sequence_length} and its next token: add text, or lower "
+            "--n_positions or --sequence_length"
         )
     return windows
 
 
 def read_window(stream: TokenStream, window: int, sequence_length: int) -> np.ndarray:
-    """Returns the inputs, the targets and the documents of a window, (3, sequence_length) int64. Of text the documents are 0."""
+    """Returns inputs, targets and documents of a window, (3, sequence_length) int64.
+
+    The documents of text are 0.
+    """
     start = window * sequence_length
     if stream.sequence_length is None:
         tokens = stream.read(start, sequence_length + 1)
@@ -202,11 +212,13 @@ def read_window(stream: TokenStream, window: int, sequence_length: int) -> np.nd
 
 @dataclass(eq=False)
 class Loader:
-    """Reads the batches of rank `rank` of `world_size` from data sets with their shares, `parts` (`open_split`).
+    """Reads the batches of rank `rank` of `world_size`; base of the two loaders.
 
-    `packed` says whether one of them holds conversations, so that batches have `documents`.
-    `problem` is the first error of a read, None before. From then on nothing is read, all tokens are 0, and it is raised after
-    the last batch: until then the ranks run the same collectives.
+    `parts` are data sets with their weights, from `open_split`. `packed`: one of them holds
+    conversations, so batches have `documents`.
+
+    `problem` is the first error of a read. After it nothing more is read, all tokens are 0, and
+    `end` raises it after the last batch: until then all ranks run the same collectives.
     """
 
     parts: Sequence[tuple[TokenStream, float]]
@@ -222,14 +234,15 @@ class Loader:
         self.problem: UnreadableData | None = None
 
     def read(self, samples: np.ndarray) -> Batch:
-        """Reads the samples (n, 2), which are numbers of streams and windows.
+        """Reads samples, (n, 2): numbers of data sets and windows.
 
-        Returns a batch of (n, sequence_length) on CPU, with `documents` if a stream holds conversations.
+        Returns a batch of (n, sequence_length) on the CPU.
         """
         found = np.zeros((3, len(samples), self.sequence_length), np.int64)
         try:
-            for row, (i, window) in enumerate(samples.tolist() if self.problem is None else []):
-                found[:, row] = read_window(self.streams[i], window, self.sequence_length)
+            if self.problem is None:
+                for row, (i, window) in enumerate(samples.tolist()):
+                    found[:, row] = read_window(self.streams[i], window, self.sequence_length)
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
         input_ids, targets, documents = torch.from_numpy(found)
@@ -246,8 +259,8 @@ class Loader:
 class TrainLoader(Loader):
     """The training batches of one rank.
 
-    `micro_batch_size` is the number of sequences per rank and backward pass. `windows` is the number of sequences in
-    the data. Raises `ValueError` if the split is shorter than one sequence.
+    `micro_batch_size` is the number of sequences per rank and backward pass, `windows` the number
+    of sequences in the data. Raises `ValueError` if the split is shorter than one sequence.
     """
 
     _: KW_ONLY
@@ -260,21 +273,24 @@ class TrainLoader(Loader):
         self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
 
     def micro_batches(self, sequences: int) -> int:
-        """Returns the number of micro-batches of one rank in an update of `sequences` sequences. Their size is
-        `micro_batch_size`, halved until it divides the rank's part, which may be smaller in a batch-size ramp."""
+        """Returns the number of micro-batches of one rank in an update of `sequences` sequences.
+
+        Their size is `micro_batch_size`, halved until it divides the rank's part, which may be
+        smaller in a batch-size ramp.
+        """
         own = sequences // self.world_size
         return own // halved(self.micro_batch_size, own)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
-        """Yields this rank's micro-batches of an update on `sequences` sequences over all ranks.
+        """Yields this rank's micro-batches of an update of `sequences` sequences over all ranks.
 
-        The update starts at position `first` of the order. A micro-batch is (micro-batch size, sequence_length) on the
-        CPU. Its divisor is their number if all tokens count. Raises `UnreadableData` at the end if one could
-        not be read.
+        The update starts at position `first` of the order. A micro-batch is (micro-batch size,
+        sequence_length) on the CPU. Its divisor is the number of micro-batches if all tokens count.
+        Raises `UnreadableData` at the end if a window could not be read.
         """
         size = sequences // self.world_size // self.micro_batches(sequences)
         samples = self.order(first, sequences)
-        counted = np.full(sequences, self.sequence_length)  # what each window counts for
+        counted = np.full(sequences, self.sequence_length)  # what each window counts
         for i, stream in enumerate(self.streams):
             if stream.targets is not None:
                 own = samples[:, 0] == i
@@ -290,18 +306,21 @@ class TrainLoader(Loader):
         return self.order(first, sequences).tolist()
 
     def order(self, first: int, count: int) -> np.ndarray:
-        """Returns the samples at `count` positions from `first` on of the endless training order.
+        """Returns the samples at `count` positions of the endless training order, from `first` on.
 
         (count, 2): numbers of the data set and the window. Each data set has its own epochs.
         """
         block, start = divmod(first, ORDERED_AT_ONCE)
         blocks = range(block, 1 + (first + count - 1) // ORDERED_AT_ONCE)
-        return np.concatenate([*map(self.ordered, blocks)])[start : start + count]
+        return np.concatenate(list(map(self.ordered, blocks)))[start : start + count]
 
     def order_block(self, block: int) -> np.ndarray:
-        """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2); single positions are slow."""
+        """Returns the samples of a block of `ORDERED_AT_ONCE` positions, (positions, 2).
+
+        One position at a time would be slow.
+        """
         positions = np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
-        sets, places = locate(positions, [share for _, share in self.parts], self.seed)
+        sets, places = locate(positions, [weight for _, weight in self.parts], self.seed)
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
             here = sets == number
@@ -315,12 +334,13 @@ class TrainLoader(Loader):
 class EvalLoader(Loader):
     """The windows of a split in order, each on exactly one rank, in batches of one shape.
 
-    Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at once. A batch is
-    (batch_size, sequence_length) on the CPU. Padding windows have targets of -100.
+    Iterating yields `rounds` batches on every rank, since a sharded model runs on all ranks at
+    once. A batch is (batch_size, sequence_length) on the CPU. Padding windows have targets of -100.
     `windows` is the number of windows over all ranks, `numbers` are the windows of this rank.
 
-    `max_tokens` limits the tokens over all ranks; each data set of a mixture has its share of them, and at least one
-    window. `bytes_per_token` is the mean over the windows' text, None if unknown.
+    `max_tokens` limits the tokens over all ranks; they are divided by the weights of a mixture,
+    with at least one window of each data set. `bytes_per_token` is the mean over the windows' text,
+    None if unknown.
 
     Raises `ValueError` if a split is shorter than one sequence.
     """
@@ -340,7 +360,7 @@ class EvalLoader(Loader):
         self.windows = len(samples)
         self.numbers = np.arange(self.rank, self.windows, self.world_size)
         self.mine = np.array(samples)[self.numbers]
-        self.rounds = -(-self.windows // (self.world_size * self.batch_size))
+        self.rounds = ceil_div(self.windows, self.world_size * self.batch_size)
         self.bytes_per_token = None
         ratios = [stream.bytes / stream.tokens for stream in self.streams if stream.bytes]
         if len(ratios) == len(self.streams):

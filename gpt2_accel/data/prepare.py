@@ -1,9 +1,10 @@
 """Tokenizes documents into the shards of a data folder, and restarts after a kill.
 
-One pass reads the documents in order. Threads tokenize, since the tokenizers' libraries leave Python's lock, and the main
-thread writes. After about `shard_tokens` tokens, at the end of a document, the open shards are closed and a record says
-how far the work has come. The shards are in `.NAME.partial` beside the data folder until all are there. The same command
-continues after the last record. If the source, the tokenizer or the options have changed in between, it starts anew.
+One pass reads the documents in order. Threads tokenize, since the tokenizers' libraries release
+Python's lock, and the main thread writes. After about `shard_tokens` tokens, at the end of a
+document, the open shards are closed and a record of the progress is written. The shards are in
+`.NAME.partial` beside the data folder until all are complete. The same command continues after the
+last record. If the source, the tokenizer or the options have changed, it starts again.
 """
 
 import json
@@ -30,6 +31,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
 )
 from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
+from gpt2_accel.data.third_party import tokenizer_entry
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
     disk_errors,
@@ -66,10 +68,10 @@ def prepare(
     *,
     source: str,
 ) -> dict:
-    """Tokenizes the given documents of each split into `data_dir`, one shard per split; returns the manifest.
+    """Tokenizes the documents of each split into `data_dir`, one shard per split.
 
-    `source` is the manifest's description of the text. Raises the errors of `prepare_sources`. An error or an interrupt
-    leaves no files.
+    `source` describes the text, for the manifest. Returns the manifest. Raises the errors of
+    `prepare_sources`. An error or an interrupt leaves no files.
     """
     print(f"tokenizing {source}", file=sys.stderr)  # a bar needs the size
     found = [texts(source, splits)]
@@ -83,8 +85,8 @@ def prepare_text(
 ) -> None:
     """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
-    `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from another text than
-    that of `path`, and the errors of `tiny_shakespeare`.
+    `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from
+    another text, and the errors of `read_text` and `tiny_shakespeare`.
     """
     prepared = (Path(data_dir) / DATA_MANIFEST).exists()
     if prepared and path is None:
@@ -111,13 +113,13 @@ def prepare_sources(
     workers: int = 1,
     **about: str | None,
 ) -> dict:
-    """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads; returns the manifest.
+    """Tokenizes all documents of `sources` into `data_dir`, in `workers` threads.
 
-    The tokens of `document_marks` begin and end each document. With `validation_tokens` the first
-    documents of the corpus, of so many tokens or slightly more, are for validation, and all others for training.
+    The tokens of `document_marks` begin and end each document. `validation_tokens` holds out the
+    first documents of the corpus, until they have that many tokens; all others are for training.
 
-    Raises `ValueError` for a character that is not in the vocabulary and if one of `splits` would be empty, and the errors
-    of `make_data`, which has `plan` and `about`.
+    Returns the manifest. Raises `ValueError` for a character that is not in the vocabulary and if
+    one of `splits` would be empty, and the errors of `make_data`, which has `plan` and `about`.
     """
 
     def write(folder: Path, record: dict) -> dict:
@@ -139,11 +141,12 @@ def prepare_sources(
         for split, entry in record["splits"].items():
             if not entry["tokens"]:
                 raise ValueError(
-                    f"{source} holds no text for the split {split!r}: add other documents (equal rows "
-                    "share a split, a few words are not divided); for fineweb-edu lower --shard_tokens"
+                    f"{source} holds no text for the split {split!r}: add other documents (equal "
+                    "rows share a split, a few words are not divided); for fineweb-edu lower "
+                    "--shard_tokens"
                 )
         record["separation"] = describe_marks(tokenizer)
-        return {"version": VERSION, "dtype": writer.dtype.name, **record}
+        return {"version": VERSION, "dtype": writer.dtype.name} | record
 
     begin, end = document_marks(tokenizer)
     # 0.4 separated documents otherwise, also by the unknown token.
@@ -156,7 +159,7 @@ def prepare_sources(
 
 
 class Piece(NamedTuple):
-    """A chunk of a document, text or token ids. `at` has the numbers of the source and of the document in it."""
+    """A chunk of a document: text or token ids. `at` is (number of the source, of the document)."""
 
     at: tuple[int, int]
     begins: bool
@@ -167,7 +170,10 @@ class Piece(NamedTuple):
 
 
 def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[list[Piece]]:
-    """Yields the chunks of all documents from `start` on, a `Piece.at`, in lists of about `GROUP` characters or more."""
+    """Yields the chunks of all documents in lists of at least `GROUP` characters, the last shorter.
+
+    `start` is the `Piece.at` of the first document.
+    """
     group = []
     size = 0
     for number in range(start[0], len(sources)):
@@ -176,9 +182,10 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
             if at < start:
                 continue
             begins = True
-            for chunk, after in pairwise(chain(chunks, [None])):
+            for chunk, following in pairwise(chain(chunks, [None])):  # None follows the last
                 assert chunk is not None
-                group.append(Piece(at, begins, after is None, split, chunk, place))
+                ends = following is None
+                group.append(Piece(at, begins, ends, split, chunk, place))
                 begins = False
                 size += len(chunk)
                 if size >= GROUP:
@@ -192,8 +199,9 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
 class TextWriter:
     """Tokenizes pieces of documents and appends them to the shards of a folder.
 
-    `record` has what is written: `next`, the `Piece.at` from which to go on, `unknown`, the number of tokens for text that
-    is not in the vocabulary, and `splits` as in the manifest. It continues the given record.
+    `record` is the progress: `next`, the `Piece.at` where a restart continues; `unknown`, the
+    number of tokens for text that is not in the vocabulary; `splits` as in the manifest. It
+    continues the given record.
     """
 
     folder: Path
@@ -212,13 +220,14 @@ class TextWriter:
         begin, end = document_marks(self.tokenizer)
         self.begin = np.array(begin, self.dtype)
         self.end = np.array(end, self.dtype)
-        new = {"tokens": 0, "documents": 0, "bytes": 0}
-        entries = {split: {**new, "shards": []} for split in self.splits}
-        self.record = {"next": (0, 0), "unknown": 0, "splits": entries, **self.record}
+        entries = {}
+        for split in self.splits:
+            entries[split] = {"tokens": 0, "documents": 0, "bytes": 0, "shards": []}
+        self.record = {"next": (0, 0), "unknown": 0, "splits": entries} | self.record
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
     def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
-        """Returns pieces with their tokens, the bytes of their texts and their numbers of unknown tokens.
+        """Returns (piece, tokens, bytes of its text, number of unknown tokens) for each piece.
 
         Halves of surrogate pairs become U+FFFD.
         """
@@ -241,38 +250,45 @@ class TextWriter:
                 tokens = piece.chunk
                 text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
                 size = len(text.encode())
-            parts = (self.begin[: piece.begins], tokens, self.end[: piece.ends])
+            parts = [tokens]
+            if piece.begins:
+                parts.insert(0, self.begin)
+            if piece.ends:
+                parts.append(self.end)
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
             found.append((piece, tokens, size, unknown))
         return found
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
-        """Appends what `encode` returned, of `size` bytes of text, to the shard of its split; first closes the shards if they
-        are long enough."""
-        open_tokens = sum(shard.tokens for shard in self.shards.values())
-        if piece.begins and open_tokens >= self.shard_tokens:
-            self.close_shards()
-            self.record["next"] = piece.at
-            sync(self.folder)
-            write_json(self.folder / RECORD, self.record)
+        """Appends a piece's tokens, of `size` bytes of text, to the shard of its split."""
         if piece.begins:
-            self.split = piece.split
-            if self.validation_tokens:
-                enough = self.record["splits"]["val"]["tokens"] >= self.validation_tokens
-                self.split = "train" if enough else "val"
+            self.begin_document(piece)
         entry = self.record["splits"][self.split]
         if self.split not in self.shards:
             path = self.folder / f"{self.split}_{len(entry['shards']):06d}.bin"
             self.shards[self.split] = ShardWriter(path, self.dtype)
         shard = self.shards[self.split]
         shard.append(tokens)
-        shard.documents += piece.begins * len(self.begin)
         entry["tokens"] += len(tokens)
-        entry["documents"] += piece.begins
         entry["bytes"] += size
+        if piece.begins:
+            entry["documents"] += 1
+            shard.documents += len(self.begin)  # the separators in the shard
+
+    def begin_document(self, piece: Piece) -> None:
+        """Closes the open shards if they are long enough, and chooses the document's split."""
+        if sum(shard.tokens for shard in self.shards.values()) >= self.shard_tokens:
+            self.close_shards()
+            self.record["next"] = piece.at
+            sync(self.folder)
+            write_json(self.folder / RECORD, self.record)
+        self.split = piece.split
+        if self.validation_tokens:
+            enough = self.record["splits"]["val"]["tokens"] >= self.validation_tokens
+            self.split = "train" if enough else "val"
 
     def close_shards(self) -> None:
-        """Closes the open shards. A shard's own `documents` are its separators."""
+        """Closes the open shards."""
         for split, shard in self.shards.items():
             self.record["splits"][split]["shards"].append(shard.close())
         self.shards = {}
@@ -288,17 +304,16 @@ def make_data(
     plan: str | None,
     **about: str | None,
 ) -> dict:
-    """Makes a data folder in the format of `shards.py`; returns the manifest. Nothing is done if that of `plan` is complete.
+    """Makes a data folder in the format of `shards.py`, unless that of `plan` is complete.
 
-    `write` writes the shards into the folder that it gets, and returns the manifest's version, dtype, splits and other
-    entries. It also gets the record that an earlier call with the same `plan` left with its work in that folder, or a new
-    one. `about` is recorded in the manifest: `source`, `revision`, `command`.
+    `write(folder, record)` writes the shards into `folder`, and returns the manifest's version,
+    dtype, splits and other entries. `record` is the progress of an earlier call with the same
+    `plan`, or a new record. The manifest also gets `about`: `source`, `revision`, `command`.
 
-    Raises `FileExistsError` if the folder holds other data, `OSError` if another process is preparing it, and the
-    errors of `write` and `read_shard`.
+    Returns the manifest. Raises `FileExistsError` if the folder holds other data, `OSError` if
+    another process is preparing it, and the errors of `write` and `read_shard`.
     """
     data_dir = Path(data_dir)
-    work = data_dir.with_name(f".{data_dir.name}.partial")
     path = data_dir.with_name(f".{data_dir.name}.lock")
     lock = FileLock(path, timeout=0)
     try:
@@ -309,29 +324,11 @@ def make_data(
         ) from error
     try:
         if not os.path.lexists(data_dir):
-            record = begin(work, plan)
-            try:
-                with disk_errors(work, data_dir):
-                    manifest = {
-                        "format": MANIFEST_FORMAT,
-                        "tokenizer": tokenizer_entry(tokenizer),
-                        **about,
-                        **write(work, record),
-                        "plan": plan,
-                    }
-                    save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
-                    write_json(work / DATA_MANIFEST, manifest)
-            except BaseException as error:
-                if isinstance(error, ChangedSource) or not (work / RECORD).exists():
-                    remove(work)
-                raise
-            sync_tree(work)
-            work.rename(data_dir)
-            sync(data_dir.parent)
+            write_folder(write, tokenizer, data_dir, plan, about)
         elif not plan or read_json(data_dir / DATA_MANIFEST).get("plan") != plan:
             raise FileExistsError(
-                f"{data_dir} exists already, and not from the same files (their names, sizes, times) and settings: choose "
-                "another folder"
+                f"{data_dir} exists already, and not from the same files (their names, sizes, "
+                "times) and settings: choose another folder"
             )
     finally:
         path.unlink(missing_ok=True)  # a process that has opened it tries again
@@ -343,21 +340,42 @@ def make_data(
     return manifest
 
 
-def tokenizer_entry(tokenizer: "PreTrainedTokenizerBase") -> dict:
-    """Returns what a manifest says of a tokenizer."""
-    mark = fingerprint(tokenizer)
+def write_folder(
+    write: Callable[[Path, dict], dict],
+    tokenizer: "PreTrainedTokenizerBase",
+    data_dir: Path,
+    plan: str | None,
+    about: Mapping[str, str | None],
+) -> None:
+    """Writes the new folder `data_dir`. A kill leaves the finished shards in `.NAME.partial`."""
+    work = data_dir.with_name(f".{data_dir.name}.partial")
+    record = open_work(work, plan)
     name = tokenizer.name_or_path or type(tokenizer).__name__
-    return {
-        "name": "gpt2" if mark == GPT2_FINGERPRINT else name,
-        "vocab_size": len(tokenizer),
-        "fingerprint": mark,
-        "end_of_text": next(iter(text_start(tokenizer)), None),
-    }
+    if fingerprint(tokenizer) == GPT2_FINGERPRINT:
+        name = "gpt2"
+    entry = tokenizer_entry(tokenizer, name, text_start(tokenizer))
+    try:
+        with disk_errors(work, data_dir):
+            manifest: dict[str, Any] = {"format": MANIFEST_FORMAT, "tokenizer": entry}
+            manifest.update(about)
+            manifest.update(write(work, record))
+            manifest["plan"] = plan
+            save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
+            write_json(work / DATA_MANIFEST, manifest)
+    except BaseException as error:
+        if isinstance(error, ChangedSource) or not (work / RECORD).exists():
+            remove(work)
+        raise
+    sync_tree(work)
+    work.rename(data_dir)
+    sync(data_dir.parent)
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:
     """Returns the SHA-256 (hex) of everything that a preparation depends on."""
-    content = [*map(repr, sources), fingerprint(tokenizer), *map(repr, options)]
+    content = [repr(source) for source in sources]
+    content.append(fingerprint(tokenizer))
+    content += [repr(option) for option in options]
     return text_digest("\n".join(content))
 
 
@@ -366,15 +384,16 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def begin(work: Path, plan: str | None) -> dict:
-    """Returns the record of the work folder, if that holds the work of the same plan; else makes it anew."""
+def open_work(work: Path, plan: str | None) -> dict:
+    """Returns the record of the work folder if it is of this plan; else empties the folder."""
     record = read_json(work / RECORD)
     if record and record["plan"] == plan:
         remove_leftovers(work)
         return record
     if record:
         print(
-            f"the source, the tokenizer or the options have changed since the work in {work} began: it starts anew",
+            f"the source, the tokenizer or the options have changed since the work in {work} "
+            "began: it starts again",
             file=sys.stderr,
         )
     remove(work)

@@ -14,30 +14,37 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
 `manifest.json`:
 
     {"format": "gpt2_accel token shards", "version": 1,
-     "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256, "end_of_text": 50256 or null},
+     "tokenizer": {"name": …, "vocab_size": 50257, "fingerprint": SHA-256,
+                   "end_of_text": 50256 or null},
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "separation": which tokens stand between documents, in words,
      "unknown": number of tokens for text that the tokenizer does not know,
-     "splits": {"train": {"tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
-                          "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
+     "splits": {"train": {
+                    "tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
+                    "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
                 "val": …}}
 
 `end_of_text` begins each document and occurs nowhere else; with some tokenizers another token ends
 each (`tokenizer.document_marks`). In data of 0.4 it may be the unknown token. A split is one long
 array of tokens; its shards are in the manifest's order.
 
-Version 2 holds conversations (`conversations.py`), packed into windows of equal length. A token is then a uint32: its id,
-plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a conversation. The manifest has in addition
+Version 2 holds conversations (`conversations.py`), packed into windows of equal length. A token is
+a uint32: its id, plus `COUNTS` if it counts in the loss, plus `STARTS` if it is the first of a
+conversation. Padding has no bits. The manifest also has
 
-     "sequence_length": tokens of a window, "template": SHA-256 of the tokenizer's chat template, "model": its name,
-     "splits": {"train": {…, "bytes": null, "targets": {"file": …, "tokens": windows, "sha256": …}}}
+     "sequence_length": tokens of a window, "model": its name,
+     "template": SHA-256 of the tokenizer's chat template,
+     "splits": {"train": {…, "bytes": null,
+                          "targets": {"file": …, "tokens": windows, "sha256": …}}}
 
-where `targets` is a version 1 shard with what each window counts for in an update: the number of its counted tokens. Padding has no bits. With `"pairs": true` the first half of a window is a prompt with its chosen answer, the second with the rejected
-one, and each window counts for 1.
+where `targets` is a version 1 shard with the number of counted tokens of each window. With
+`"pairs": true` the first half of a window is a prompt with its chosen answer, the second half the
+prompt with the rejected answer, and each window counts as 1.
 
-A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the files. A mixture's holds
-`"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to it, and no shards; its version is 2 if one of them has.
+A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the
+files. The manifest of a mixture has `"mixture": [{"data_dir": …, "weight": …}, …]` with paths
+relative to it, and no shards; its version is 2 if a part has version 2.
 """
 
 import hashlib
@@ -113,17 +120,21 @@ class ShardWriter:
         self._file.write(HEADER.pack(MAGIC, self.version, self.dtype.itemsize, self.tokens, digest))
         self._file.close()
         sync(self.path)
-        counts = {"tokens": self.tokens, "documents": self.documents}
-        return {"file": self.path.name, **counts, "sha256": digest.hex()}
+        return {
+            "file": self.path.name,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "sha256": digest.hex(),
+        }
 
 
 def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: int) -> np.ndarray:
-    """Returns the tokens [start, start + count) of the file that the manifest lists as `shard`, (count,) of `dtype`.
+    """Returns tokens [start, start + count) of the file that the manifest lists as `shard`.
 
-    The file is opened and its header is checked at each call: open files do not grow with the
-    number of shards, and a replaced file is noticed. A mapped file would kill the process if it is
-    truncated. Raises `FileNotFoundError`, `ValueError` if the file is another one, by its size or header,
-    and `UnreadableData` if the system does not return all bytes.
+    (count,) of `dtype`. Each call opens the file and checks its header: open files do not grow with
+    the number of shards, and a replaced file is noticed. A mapped file would kill the process if it
+    is truncated. Raises `FileNotFoundError`, `ValueError` if the size or the header differs, and
+    `UnreadableData` if the system does not return all bytes.
     """
     path = data_dir / shard["file"]
     offset = shard.get("offset", HEADER.size)
@@ -144,8 +155,8 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
         intact = size == end and header == HEADER.pack(MAGIC, *about)
     if not intact:
         raise ValueError(
-            f"{path} is not the shard that the manifest lists, by its header or its size of {size:,} bytes: restore it, or "
-            "remove the folder and prepare the data again"
+            f"{path} is not the shard that the manifest lists, by its header or its size of "
+            f"{size:,} bytes: restore it, or remove the folder and prepare the data again"
         )
     if len(data) != wanted:
         raise UnreadableData(f"{path} gave {len(data):,} of {wanted:,} bytes: try again")
@@ -156,7 +167,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 
 
 def folder_of(data_dir: str | Path) -> Path:
-    """Returns the path of a data folder; of data on the Hub, `hub:USER/NAME`, that of its folder in the cache."""
+    """Returns the path of a data folder; for `hub:USER/NAME`, its folder in the cache."""
     name = str(data_dir)
     if not name.startswith(HUB):
         return Path(data_dir)
@@ -165,8 +176,10 @@ def folder_of(data_dir: str | Path) -> Path:
 
 
 def read_manifest(data_dir: str | Path) -> dict:
-    """Returns the manifest of a data folder, as in the module's docstring. Raises
-    `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format."""
+    """Returns the manifest of a data folder, as in the module's docstring.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
+    """
     folder = folder_of(data_dir)
     path = folder / DATA_MANIFEST
     if not path.is_file():
@@ -177,7 +190,8 @@ def read_manifest(data_dir: str | Path) -> dict:
                 places = [data_dir, "--data_dir", "NEW_FOLDER"]
             command = recipe_command("prepare_data", "text", *places)
             raise FileNotFoundError(
-                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare the data first, by {command}"
+                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare the "
+                f"data first, by {command}"
             )
         return manifest
     with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -205,10 +219,10 @@ def listed_shards(manifest: dict) -> list[dict]:
 class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
-    All shards are checked now. `tokens` is the length, `bytes` the UTF-8 bytes of the text (None if
-    unknown), `vocab_size` the tokenizer's.
-    `sequence_length` is the length of the windows of conversations, and `targets`, (windows,) int64,
-    what they count for; both are None for text. Raises `ValueError` if the split does not exist.
+    All shards are checked when it is opened. `tokens` is the length, `bytes` the UTF-8 bytes of the
+    text (None if unknown), `vocab_size` the tokenizer's. `sequence_length` is the length of the
+    windows of conversations, and `targets`, (windows,) int64, what each window counts; both are
+    None for text. Raises `ValueError` if the split does not exist.
     """
 
     def __init__(self, data_dir: str | Path, split: str):
@@ -235,7 +249,7 @@ class TokenStream:
             self.targets = targets.astype(np.int64)
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns tokens [start, start + count) as (count,) int64; those of conversations with their bits.
+        """Returns tokens [start, start + count) as (count,) int64, with the bits of version 2.
 
         Raises the errors of `read_shard`, and `ValueError` if a token id is not below `vocab_size`.
         """
@@ -251,8 +265,8 @@ class TokenStream:
             if ids.max(initial=0) >= self.vocab_size:
                 path = self.data_dir / shard["file"]
                 raise ValueError(
-                    f"{path} holds the token id {ids.max()}, but the vocabulary has {self.vocab_size}: prepare the data "
-                    "again"
+                    f"{path} holds the token id {ids.max()}, but the vocabulary has "
+                    f"{self.vocab_size}: prepare the data again"
                 )
             found.append(piece)
             start += size
@@ -265,19 +279,19 @@ class TokenStream:
 
 
 def data_fingerprint(data_dir: str | Path) -> str:
-    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and checksums of all shards."""
+    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums."""
     manifest = read_manifest(data_dir)
     content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
     if "mixture" in manifest:
-        for folder, _, share in read_parts(data_dir):
-            content += [share, data_fingerprint(folder)]
+        for folder, _, weight in read_parts(data_dir):
+            content += [weight, data_fingerprint(folder)]
     return text_digest(json.dumps(content, sort_keys=True))
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data: the one in its folder, else the one that the manifest names.
+    """Loads the tokenizer of prepared data: from its folder, else the one that the manifest names.
 
-    Raises `FileNotFoundError` if it is missing, `ValueError` if it is not the one that made the tokens.
+    Raises `FileNotFoundError` if it is missing, `ValueError` if it did not make the tokens.
     """
     manifest = read_manifest(data_dir)
     folder = folder_of(data_dir) / "tokenizer"
@@ -285,22 +299,24 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(
-            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: restore that "
-            "tokenizer, or prepare the data again"
+            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: "
+            "restore that tokenizer, or prepare the data again"
         )
     return tokenizer
 
 
 def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
-    """Raises `ValueError` if data holds pairs of answers and these are not `wanted`, or the other way round."""
+    """Raises `ValueError` unless the data holds pairs of answers exactly if they are `wanted`."""
     found = bool(read_manifest(data_dir).get("pairs"))
     if found and not wanted:
         raise ValueError(
-            f"{data_dir} holds pairs of a better and a worse answer: train on them by chat_dpo.py, and take other data for this"
+            f"{data_dir} holds pairs of a better and a worse answer: train on them by "
+            "chat_dpo.py, and take other data for this"
         )
     if wanted and not found:
         raise ValueError(
-            f"{data_dir} holds no pairs of answers: prepare some by {recipe_command('prepare_data', 'chat')} FILE --pairs"
+            f"{data_dir} holds no pairs of answers: prepare some by "
+            f"{recipe_command('prepare_data', 'chat')} FILE --pairs"
         )
 
 
@@ -312,19 +328,19 @@ def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def check_tokenizer(
     data_dir: str | Path, tokenizer: "PreTrainedTokenizerBase", model: str | Path
 ) -> None:
-    """Raises `ValueError` if the data was made with another tokenizer than `tokenizer`, which is that of `model`."""
+    """Raises `ValueError` if the data was not made with `tokenizer`, that of `model`."""
     if fingerprint(tokenizer) != read_manifest(data_dir)["tokenizer"]["fingerprint"]:
         raise ValueError(
-            f"{data_dir} was tokenized with another tokenizer than {model} has: prepare the text with the "
-            "model's tokenizer, in another --data_dir"
+            f"{data_dir} was tokenized with another tokenizer than {model} has: prepare the text "
+            "with the model's tokenizer, in another --data_dir"
         )
 
 
 def verify_data(data_dir: str | Path) -> int:
     """Checks the checksums of all shards and the tokenizer; returns the number of shards.
 
-    Of other trainers' files only the sizes are checked. Raises `ValueError` for the first shard that
-    has changed, or if the tokenizer has.
+    Other trainers' files have no checksums: only their sizes are checked. Raises `ValueError` if a
+    shard or the tokenizer has changed.
     """
     if "format" in read_manifest(data_dir):
         load_data_tokenizer(data_dir)
@@ -339,7 +355,8 @@ def verify_data(data_dir: str | Path) -> int:
             file.seek(HEADER.size)
             if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise ValueError(
-                    f"{path} does not match its checksum: remove the folder and prepare or pull the data again"
+                    f"{path} does not match its checksum: remove the folder and prepare or pull "
+                    "the data again"
                 )
     return len(shards)
 
@@ -348,9 +365,10 @@ def verify_data(data_dir: str | Path) -> int:
 
 
 def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
-    """Returns the folders of a mixture with their manifests and shares, which add up to 1; of other data the folder itself.
+    """Returns the parts of a mixture: folder, manifest and weight; the weights sum to 1.
 
-    Raises the errors of `read_manifest` and `check_same`, also if a part has changed since.
+    Other data is one part, the folder itself. Raises the errors of `read_manifest` and
+    `check_same`, also if a part has changed since it was mixed.
     """
     folder = folder_of(data_dir)
     manifest = read_manifest(data_dir)
@@ -358,13 +376,13 @@ def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
         return [(folder, manifest, 1.0)]
     weights = {folder / part["data_dir"]: part["weight"] for part in manifest["mixture"]}
     parts = {part: read_manifest(part) for part in weights}
-    check_same({folder: manifest, **parts})
-    whole = sum(weights.values())
-    return [(part, parts[part], weight / whole) for part, weight in weights.items()]
+    check_same({folder: manifest} | parts)
+    total = sum(weights.values())
+    return [(part, parts[part], weight / total) for part, weight in weights.items()]
 
 
 def check_same(manifests: Mapping[Path, dict]) -> None:
-    """Raises `ValueError` if folders have different tokenizers, windows of conversations or chat templates."""
+    """Raises `ValueError` if the tokenizers, window lengths or chat templates differ."""
     expected: dict[str, str | int] = {}
     for folder, manifest in manifests.items():
         found = {name: manifest.get(name) for name in ("sequence_length", "template")}
@@ -372,5 +390,6 @@ def check_same(manifests: Mapping[Path, dict]) -> None:
         for name, value in found.items():
             if value is not None and expected.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{folder} has another {name} than the rest of the mixture: prepare all with the same"
+                    f"{folder} has another {name} than the rest of the mixture: prepare all with "
+                    "the same"
                 )

@@ -19,6 +19,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,9 +185,20 @@ def named_tokenizer(name: str, folder: Path, begins: bool = False) -> dict:
     if name in GPT2_NAMES:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
-    about = {"name": name, "vocab_size": len(tokenizer), "fingerprint": fingerprint(tokenizer)}
-    marks = text_start(tokenizer) if begins else text_ends(tokenizer)
-    return {**about, "end_of_text": next(reversed(marks), None)}
+    marks = text_start(tokenizer) if begins else text_ends(tokenizer)[-1:]
+    return tokenizer_entry(tokenizer, name, marks)
+
+
+def tokenizer_entry(
+    tokenizer: "PreTrainedTokenizerBase", name: str, marks: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the manifest's entry of a tokenizer; `marks` is the token between documents, if any."""
+    return {
+        "name": name,
+        "vocab_size": len(tokenizer),
+        "fingerprint": fingerprint(tokenizer),
+        "end_of_text": marks[0] if marks else None,
+    }
 
 
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
