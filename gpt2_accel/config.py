@@ -63,6 +63,12 @@ def required(help: str) -> Any:
     return setting(MISSING, help)
 
 
+def derived(help: str) -> Any:
+    """Returns a dataclass field that the user may set, and that is None until the recipe calls
+    `TrainConfig.derive`."""
+    return setting(None, help)
+
+
 @dataclass
 class ModelChoice:
     """The settings of a script that opens a model."""
@@ -295,6 +301,12 @@ class TrainConfig:
             step=step,
             seen=seen,
         )
+
+    def derive(self, **values: float) -> None:
+        """Sets the settings that the user did not give. See `derived`."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without the `COMMANDS`."""

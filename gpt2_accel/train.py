@@ -15,6 +15,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
 from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import set_learning_rate, set_training
 from gpt2_accel.run import Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
@@ -37,7 +38,7 @@ def train(
     *,
     model: torch.nn.Module | NewModel | None = None,
     objective: Objective = next_token_loss,
-    optimizer: Callable[[torch.nn.Module, TrainConfig], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> bool:
     """Trains a model with the settings of `config`, on the hardware and in the precision of the Accelerate config.

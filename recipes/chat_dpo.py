@@ -3,22 +3,24 @@
     python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir data/pairs
 
-Data: a file of pairs, with `prompt`, `chosen` and `rejected`, texts or lists of messages, or a
-folder that `prepare_data.py chat --pairs` wrote. Only the last answer counts. A sequence is a pair,
-and an update has `--batch_size` of them. The reference is the model that the run starts from; its
-log-probabilities are computed once and stored beside the pairs. Settings: SmolLM2-135M-Instruct's
-(Allal et al., 2025, arXiv:2502.02737), docs/chat.md has them. Expected: `train/loss` begins at ln 2
-= 0.693 and falls; `train/margin` begins at 0 and grows.
+Data: a file of pairs, with the fields `prompt`, `chosen` and `rejected`, which hold texts or lists
+of messages; or a folder that `prepare_data.py chat --pairs` wrote. The loss counts the last answer
+of each. A sequence is a pair, and an update has `--batch_size` pairs. The reference is the model
+that the run starts from; its log-probabilities are computed once and stored beside the pairs.
+Settings: those of SmolLM2-135M-Instruct (Allal et al., 2025, arXiv:2502.02737), see docs/chat.md.
+Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from chat_sft import ChatSFT, closing_line, find_model, fit_to_data, prepare_file
 
 from gpt2_accel import cli
-from gpt2_accel.config import check_ranges, parse_config, setting
+from gpt2_accel.config import check_ranges, derived, parse_config, setting
 from gpt2_accel.data.shards import check_pairs, read_manifest
+from gpt2_accel.rounding import round_up
 
 EPOCHS = 2
 BATCH = 32  # pairs
@@ -29,18 +31,18 @@ MICRO_BATCH = 4
 class ChatDPO(ChatSFT):
     data: str | None = setting(None, "file of pairs: .jsonl, .json or .parquet")
     model: str | None = setting(None, "chat model to start from, also the reference")
-    beta: float = setting(0.5, "how much a deviation from the reference costs")
+    beta: float = setting(0.5, "penalty for deviating from the reference")
     loss_type: str = setting("sigmoid", "sigmoid, or sigmoid_norm: per token of an answer")
     batch_size: int | None = setting(None, "pairs per update, over all devices; default at most 32")
     max_length: int | None = setting(
-        None, "tokens of an answer with its prompt, above which its pair is left out"
+        None, "leave out pairs with an answer of more tokens, the prompt included"
     )
 
     data_dir: str = "data/pairs"
     output_dir: str = "runs/chat_dpo"
-    sequence_length: int | None = setting(None, "tokens of a pair; that of the data")
-    micro_batch_size: int | None = setting(None, "pairs per device and backward pass; default 4")
-    max_steps: int | None = setting(None, "updates; default 2 epochs")
+    sequence_length: int | None = setting(None, "tokens of a pair; prepared data has its own")
+    micro_batch_size: int = derived("pairs per device and backward pass; default 4")
+    max_steps: int = derived("updates; default 2 epochs")
     learning_rate: float = 1e-6
     weight_decay: float = 0.0
 
@@ -50,8 +52,8 @@ class ChatDPO(ChatSFT):
 
 
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
-    """Sets what follows from the pairs and the number of processes, where it is not given; returns
-    a line that says what was chosen. Raises `ValueError` if the batch is given twice."""
+    """Sets the settings that follow from the pairs and the number of processes, unless they are
+    given; returns a line with the choice. Raises `ValueError` if the batch is given twice."""
     manifest = read_manifest(config.data_dir)
     length = manifest["sequence_length"]
     pairs = manifest["splits"]["train"]["documents"]
@@ -61,17 +63,14 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
             "--max_length limits the tokens of an answer with its prompt"
         )
     largest = min(BATCH, 2 ** int(math.log2(pairs)))
-    batch = config.batch_size or -(-largest // processes) * processes
-    total = config.total_batch_size or batch * length
-    if config.batch_size and total != batch * length:
+    batch = config.batch_size or round_up(largest, processes)
+    tokens = batch * length
+    config.derive(total_batch_size=tokens, micro_batch_size=MICRO_BATCH)
+    if config.batch_size and config.total_batch_size != tokens:
         raise ValueError(
-            f"batch_size {batch} is {batch * length} tokens per update, total_batch_size {total}: "
-            "leave one out"
+            f"batch_size {batch} is {tokens} tokens per update, total_batch_size "
+            f"{config.total_batch_size}: leave one out"
         )
-    config.total_batch_size = total
-    config.micro_batch_size = (
-        MICRO_BATCH if config.micro_batch_size is None else config.micro_batch_size
-    )
     if config.max_steps is None:
         config.epochs = config.epochs or EPOCHS
     return fit_to_data(config, 1, processes)
@@ -81,24 +80,19 @@ def main() -> None:
     config = parse_config(ChatDPO)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.checkpoint.find import verified_directory
-    from gpt2_accel.data.chat_tokens import prompt_tokens
-    from gpt2_accel.generation.sampling import user_turn
     from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.preferences import Preferences
     from gpt2_accel.runtime.processes import main_process_first, process_state
-    from gpt2_accel.tokenizer import load_tokenizer
     from gpt2_accel.train import train
 
     with main_process_first():
         if config.data:
-            directory = local_directory(verified_directory(config.init_from))
-            prompt_tokens(load_tokenizer(directory), user_turn("Hi"))  # raises without a template
-            prepare_file(config, config.max_length, pairs=True)
+            prepare_file(config, Path(config.data), config.max_length, pairs=True)
             config.data = None  # config.yaml names the prepared folder
-        find_model(config, pairs=True)
+        model = find_model(config, pairs=True)
         check_pairs(config.data_dir, wanted=True)
-        start = local_directory(verified_directory(config.init_from))
-    objective = Preferences(start, beta=config.beta, loss_type=config.loss_type)
+        reference = local_directory(verified_directory(model))
+    objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type)
     process_state().print(fit_to_pairs(config, process_state().num_processes))
     if train(config, objective=objective, callbacks=[objective]):
         process_state().print(closing_line(config))

@@ -126,14 +126,19 @@ def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, in
 class Trainable(Protocol):
     """What a run needs of a model, a `torch.nn.Module`. `LanguageModel` has it all."""
 
-    config: ModelConfig
-    config_class: type[ModelConfig]  # builds `config` again from its fields
-    device: torch.device
-    dtype: torch.dtype
     separator: int | None  # the token that begins documents, if attention stays inside them
     checkpoint_activations: bool
     forward: Callable[..., Any]  # as `LanguageModel.forward`
-    tie_weights: Callable[[], None]
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def config_class(self) -> type[ModelConfig]: ...  # builds `config` again from its fields
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def tie_weights(self) -> None: ...
 
 
 class LanguageModel(nn.Module):
