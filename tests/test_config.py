@@ -9,7 +9,7 @@ import pytest
 import yaml
 from conftest import refused
 
-from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, required, setting
+from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, setting
 from gpt2_accel.generation.sampling import Sampling
 
 
@@ -17,12 +17,6 @@ from gpt2_accel.generation.sampling import Sampling
 class Recipe(TrainConfig):
     learning_rate: float = 1e-3
     flavour: str = setting("plain", "a setting of this recipe")
-    sizes: list[int] = setting([], "numbers")
-
-
-@dataclass
-class Required:
-    model: str = required("a model")
     sizes: list[int] = setting([], "numbers")
 
 
@@ -43,94 +37,67 @@ def test_saved_settings_round_trip(tmp_path):
     assert parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")]) == config
 
 
-def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path):
+def test_commands_are_not_saved_and_older_folders_that_have_them_load(tmp_path, capsys):
     config = parse_config(Recipe, ["--profile", "2", "--dry_run"])
     assert config.dry_run == ["here"]
-    assert parse_config(Recipe, ["--dry_run", "my.yaml", "H100"]).dry_run == ["my.yaml", "H100"]
-    config.save(tmp_path / "config.yaml")
     assert not {"profile", "dry_run"} & {*config.settings()}
-    again = parse_config(Recipe, ["--config", str(tmp_path / "config.yaml")])
-    assert again.profile == 0 and not again.dry_run
-    old = asdict(Recipe()) | {"dry_run": False, "accelerate_config": None, "device": None}
-    (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old | {"beta1": 0.9}))
-    assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]) == Recipe()
-
-
-def test_settings_of_earlier_releases_say_what_to_do_instead(tmp_path, capsys):
-    with refused("--eval_only: it was taken back"):
-        parse_config(Recipe, ["--eval_only"])
-    old = {"license": None, "device": None, "gather_fp32": True, "dropout": 0.1}
+    old = asdict(Recipe()) | {"dry_run": False, "device": None, "gather_fp32": True, "dropout": 0.1}
     (tmp_path / "0.3.yaml").write_text(yaml.safe_dump(old))
-    assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]).dropout == 0.1
+    assert parse_config(Recipe, ["--config", str(tmp_path / "0.3.yaml")]) == Recipe(dropout=0.1)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("gather_fp32 was taken back and has no effect")
+    assert "gather_fp32" in line
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--learning_rat", "1"], "--learning_rat: did you mean --learning_rate"),
-        (["max_steps=60"], "max_steps=60: did you mean --max_steps"),
-        (["--lr", "1e-3"], "--lr: did you mean --learning_rate"),
-        (["--wandb_log"], "did you mean --report_to"),
-        (["--save_steps", "3"], "did you mean --save_every"),
-        (["--train.global_batch_size=4"], "did you mean --total_batch_size"),
-        (["settings.yaml"], "settings.yaml: options begin with --"),
-        (["--fp16"], "--fp16: the launch config sets hardware and precision, as in accelerate"),
-        (["--optimizer", "sgd"], "optimizer must be one of adamw, muon"),
-        (["--max_steps", "0"], "max_steps must be at least 1"),
-        (["--max_hours", "0"], "max_hours must be above 0"),
-        (
-            ["--epochs", "2", "--max_steps=9"],
-            "max_steps and epochs both give the length of a run: leave one out",
-        ),
-        (["--max_bad_steps", "8"], "--max_bad_steps: it was taken back, CHANGELOG.md says"),
-        (["--beta1", "1"], "beta1 must be at least 0 and below 1"),
+        ("--learning_rat 1", "did you mean --learning_rate"),
+        ("max_steps=60", "did you mean --max_steps"),
+        ("--lr 1e-3", "did you mean --learning_rate"),
+        ("--wandb_log", "did you mean --report_to"),
+        ("settings.yaml", "options begin with --"),
+        ("--fp16", "accelerate"),
+        ("--optimizer sgd", "optimizer must be one of adamw, muon"),
+        ("--max_steps 0", "max_steps must be at least 1"),
+        ("--max_hours 0", "max_hours must be above 0"),
+        ("--epochs 2 --max_steps=9", "max_steps and epochs"),
+        ("--eval_only", "--eval_only"),  # of an earlier release
+        ("--beta1 1", "beta1 must be at least 0 and below 1"),
     ],
 )
 def test_a_bad_option_is_refused_in_one_sentence(args, message):
     with refused(message):
-        parse_config(Recipe, args)
+        parse_config(Recipe, args.split())
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", "'learning_rat': did you mean learning_rate"),
-        ("- a\n- b", "`name: value`"),
-        ("model:\n  n_layer: 4", "c.yaml has settings below 'model': write all at the left margin"),
-        ("a: [", "c.yaml is not valid YAML: .*expected the node content, but found .* line 1"),
+        (b"learning_rat: 1", "did you mean learning_rate"),
+        (b"- a\n- b", "`name: value`"),
+        (b"model:\n  n_layer: 4", "c.yaml has settings below 'model'"),
+        (b"a: [", "c.yaml is not valid YAML: .* line 1"),
         (b"\x89PNG\xff\xfe", "not valid YAML: "),
-        ("profile: 3", "has profile, which is no setting: give it as --profile"),
-        ("max_steps: many", "c.yaml: max_steps is 'many', expected int$"),
-        ("sizes: [1, two]", r"c.yaml: sizes is \[1, 'two'\], expected list"),
+        (b"profile: 3", "--profile"),
+        (b"max_steps: many", "c.yaml: max_steps is 'many', expected int$"),
+        (b"sizes: [1, two]", r"c.yaml: sizes is \[1, 'two'\], expected list"),
     ],
 )
 def test_a_bad_yaml_file_is_refused_in_one_sentence(tmp_path, text, message):
     path = tmp_path / "c.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message) as raised:
+    path.write_bytes(text)
+    with refused(message):
         parse_config(Recipe, ["--config", str(path)])
-    assert "\n" not in str(raised.value)
 
 
-def test_yaml_sets_lists_of_numbers_and_required_settings(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("sizes: [1, 2]\nmodel: a\n")
-    assert parse_config(Required, ["--config", str(path)]) == Required("a", [1, 2])
-    with refused("required: --model"):
-        parse_config(Required, [])
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e30"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 @pytest.mark.parametrize("settings_class", [Recipe, Sampling])
 def test_every_number_has_a_range(settings_class, value):
     for name, hint in get_type_hints(settings_class).items():
         numbers = {int, float} & {hint, *get_args(hint)}
-        if numbers and get_origin(hint) is not list and (value, numbers) != ("1e30", {float}):
-            text = str(10**30) if value == "1e30" else value
+        if numbers and get_origin(hint) is not list:
             with refused(name):
-                parse_config(settings_class, [f"--{name}={text}"])
+                parse_config(settings_class, [f"--{name}={value}"])
 
 
 def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypatch):
@@ -138,14 +105,11 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypa
     with pytest.raises(SystemExit):
         parse_config(Recipe, ["--help"])
     text = capsys.readouterr().out
-    sections = re.split(r"^(\S.*):$", text, flags=re.MULTILINE)
-    titles = sections[1::2]
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert titles == ["options", "this recipe", *SECTIONS.values()]
     assert len(text.splitlines()) < 120 and max(map(len, text.splitlines())) < 80
-    by_title = {
-        title: " ".join(body.split()) for title, body in zip(titles, sections[2::2], strict=True)
-    }
     for field in dataclasses.fields(Recipe):
         assert text.count(f"\n  --{field.name} ") == 1, field.name
-    assert "--learning_rate X peak learning rate [0.001]" in by_title["changed most often"]
-    assert "--flavour TEXT a setting of this recipe [plain]" in by_title["this recipe"]
+    words = " ".join(text.split())
+    assert "--learning_rate X peak learning rate [0.001]" in words
+    assert "--flavour TEXT a setting of this recipe [plain]" in words

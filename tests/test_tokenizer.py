@@ -22,14 +22,12 @@ from transformers import (
     ByT5Tokenizer,
     GPT2Config,
     PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data import documents
-from gpt2_accel.data.prepare import prepare, prepare_sources
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import TokenStream
-from gpt2_accel.data.sources import texts
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import encode_question
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -79,15 +77,11 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     for each in (text, "", "\n\n"):
         assert encoder(each).tolist() == encode(tokenizer, [each])[0]
     save_model(tokenizer, tmp_path)
-    for config in (None, Qwen3Config(vocab_size=len(tokenizer))):  # the class depends on it
-        if config:
-            config.save_pretrained(tmp_path)
-            save_tokenizer(tokenizer, tmp_path)
-        again = AutoTokenizer.from_pretrained(tmp_path)
-        assert again(text, split_special_tokens=True)["input_ids"] == ids
-        assert again.decode(ids) == text and fingerprint(again) == fingerprint(tokenizer)
-        assert raw_ids(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), text) == ids
-        assert encode(load_tokenizer(tmp_path), [text])[0] == ids
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text, split_special_tokens=True)["input_ids"] == ids
+    assert again.decode(ids) == text and fingerprint(again) == fingerprint(tokenizer)
+    assert raw_ids(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), text) == ids
+    assert encode(load_tokenizer(tmp_path), [text])[0] == ids
 
 
 @given(st.text())
@@ -112,14 +106,6 @@ def test_gpt2_ids_are_tiktokens(gpt2):
     check()
 
 
-def test_characters_are_in_code_point_order():
-    tokenizer = char_tokenizer("bca\nb")
-    assert encode(tokenizer, ["a\ncb"]) == [[1, 0, 3, 2]]
-    for encodes in (lambda text: encode(tokenizer, [text]), token_encoder(tokenizer)):
-        with refused(r"does not know the characters \['d', 'é'\]"):
-            encodes("abécd")
-
-
 def byte_level(**options) -> pre_tokenizers.ByteLevel:
     return pre_tokenizers.ByteLevel(**{"add_prefix_space": False, **options})
 
@@ -133,7 +119,7 @@ def changed(**parts) -> Tokenizer:
 
 
 def write_files(bpe, folder, tokenizer_class="PreTrainedTokenizerFast"):
-    """Writes tokenizer.json, tokenizer_config.json and a GPT-2's config.json, as a Hub repository has them."""
+    """Writes the files of a tokenizer and a GPT-2's config.json, as a Hub repository has them."""
     folder.mkdir()
     bpe.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
@@ -183,7 +169,7 @@ CHAT = (END, "<|im_start|>", "<|im_end|>")
 
 
 def kind(tokens, adds=False, **roles):
-    """A tokenizer of bytes, whose ids are the bytes, and of special tokens from 256 on; it `adds` the first to a text."""
+    """A tokenizer of bytes, with special tokens from 256 on; if `adds`, the first begins a text."""
     vocab = {symbol: i for i, symbol in enumerate([*byte_symbols(), *tokens])}
     bpe = Tokenizer(models.BPE(vocab, []))
     bpe.pre_tokenizer, bpe.decoder = byte_level(), decoders.ByteLevel()
@@ -208,8 +194,9 @@ def wordpiece():
 
 
 def sentencepiece(*prefix):
-    """A tokenizer of Gemma's kind, or of Llama 2's with a `Prepend`; "▁" is 4, then letters, comma and zero."""
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *"▁abcd,0", *(f"<0x{i:02X}>" for i in range(256))]
+    """A tokenizer like Gemma's, or like Llama 2's with a `Prepend`. "▁" has the id 4, "a" 5."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *"▁abcd,0"]
+    tokens += [f"<0x{i:02X}>" for i in range(256)]
     bpe = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True))
     bpe.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -220,71 +207,52 @@ def sentencepiece(*prefix):
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>")
 
 
-# The ids of the documents "ab c" and "d"; of the tokens before a prompt, and those that end a text; whether 0.4 gave equal data.
 LETTERS = [97, 98, 32, 99], [100]
 BEFORE = [256, *LETTERS[0], 256, *LETTERS[1]]
+LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+# Name -> a tokenizer; the ids of the documents "ab c" and "d" in the data; those before a prompt;
+# those that end a text.
 SEPARATED = {
-    "GPT-2": (kind([END], bos_token=END, eos_token=END, unk_token=END), BEFORE, [], [256], True),
-    "Qwen3": (kind(CHAT, pad_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256], True),
+    "GPT-2": (kind([END], bos_token=END, eos_token=END, unk_token=END), BEFORE, [], [256]),
+    "Qwen3": (kind(CHAT, pad_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256]),
     "Llama 3": (
-        kind(
-            ["<|begin_of_text|>", "<|end_of_text|>"],
-            True,
-            bos_token="<|begin_of_text|>",
-            eos_token="<|end_of_text|>",
-        ),
+        kind(LLAMA_3, True, bos_token=LLAMA_3[0], eos_token=LLAMA_3[1]),
         [256, 97, 98, 32, 99, 257, 256, 100, 257],
         [256],
         [257],
-        False,
     ),
     "<s> </s>": (
-        kind(
-            [BOS, "<pad>", EOS, "<unk>"],
-            bos_token=BOS,
-            pad_token="<pad>",
-            eos_token=EOS,
-            unk_token="<unk>",
-        ),
+        kind([BOS, "<pad>", EOS], bos_token=BOS, pad_token="<pad>", eos_token=EOS),
         [256, 97, 98, 32, 99, 258, 256, 100, 258],
         [256],
         [258],
-        False,
     ),
-    "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256], False),
-    "WordPiece": (wordpiece(), [3, 4, 5], [], [], False),
-    "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], [], True),
-    "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1], False),
+    "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256]),
+    "WordPiece": (wordpiece(), [3, 4, 5], [], []),
+    "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], []),
+    "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1]),
 }
 
 
 @pytest.mark.parametrize("name", SEPARATED)
 def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path, monkeypatch):
-    tokenizer, expected, before, ends, equal = SEPARATED[name]
+    tokenizer, expected, before, ends = SEPARATED[name]
     monkeypatch.setattr(documents, "CHUNK", 3)  # "ab c" is read in two chunks
-    sources = [texts("test", {"train": ["ab c", "d"]})]
-    options = {"source": "test", "plan": "plan", "splits": ["train"], "shard_tokens": 1}
-    manifest = prepare_sources(sources, tokenizer, tmp_path / "data", **options)
-    stream = TokenStream(tmp_path / "data", "train")
+    data = tmp_path / "data"
+    manifest = prepare({"train": ["ab c", "d"]}, tokenizer, data, source="test")
+    stream = TokenStream(data, "train")
     assert stream.read(0, stream.tokens).tolist() == expected
-    assert (manifest["plan"] == "plan") == equal  # else a preparation that 0.4 began starts anew
     start = expected[:1] if ends else []
-    entry = manifest["splits"]["train"]
-    assert entry["documents"] == 2 and sum(s["documents"] for s in entry["shards"]) == 2 * len(
-        start
-    )
+    assert manifest["splits"]["train"]["documents"] == 2
     if start:
-        assert document_separator(tmp_path / "data", tokenizer) == start[0]
+        assert document_separator(data, tokenizer) == start[0]
         assert encode_prompt(tokenizer, "") == start
     else:
         assert manifest["separation"].startswith("documents are not separated")
-        file = tmp_path / "data/manifest.json"
-        for now in ("null", "0"):  # 0.4 separated documents by the unknown token
-            file.write_text(
-                file.read_text().replace('"end_of_text": null', f'"end_of_text": {now}')
-            )
-            with refused("document_mask needs a token that separates"):
-                document_separator(tmp_path / "data", tokenizer)
+        with refused("document_mask"):
+            document_separator(data, tokenizer)
     [text] = encode(tokenizer, ["ab c"])
     assert encode_prompt(tokenizer, "ab c") == before + text
     [row] = encode_question(tokenizer, "ab", [" c"], "")
@@ -295,13 +263,6 @@ def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path,
     ids = special_ids(tokenizer, len(tokenizer))
     assert [ids["bos_token_id"], ids["eos_token_id"]] == [*start, *ends[:1]] or not ends
     assert text_ends(tokenizer) == ends
-
-
-def test_unknown_tokens_are_counted_but_not_separators(tmp_path):
-    for name, count in (("WordPiece", 2), ("GPT-2", 0), ("characters", 0)):
-        source = {"train": ["ab c", "d" if count == 0 else "x ab y"]}
-        manifest = prepare(source, SEPARATED[name][0], tmp_path / name, source="a test")
-        assert manifest["unknown"] == count
 
 
 def fast(**parts):
@@ -327,13 +288,13 @@ def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name,
         assert loaded.decode(encode(loaded, ["0, 0"])[0]) == "0, 0"
         return
     for use in (load_tokenizer, lambda folder: save_tokenizer(tokenizer, folder)):
-        with refused("model has a tokenizer that puts a space before each"):
+        with refused("model has a tokenizer that puts a space"):
             use(tmp_path / "model")
 
 
 def test_a_tokenizer_in_python_is_refused(tmp_path):
     ByT5Tokenizer().save_pretrained(tmp_path)
-    with refused(r"ByT5Tokenizer, .* that has a tokenizer.json"):
+    with refused("tokenizer.json"):
         load_tokenizer(tmp_path)
 
 
@@ -352,15 +313,9 @@ def test_code_in_a_tokenizer_s_directory_is_not_run_whatever_is_answered(tmp_pat
 def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
     tokenizer = train_bpe([TEXT, PROBE], 400)
     tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
-    with refused(f"{tmp_path}/model as GPT2Tokenizer, .*make it"):
+    with refused("GPT2Tokenizer"):
         save_model(tokenizer, tmp_path / "model")
     assert not list((tmp_path / "model").glob("*"))
-    # The fix that the message names.
-    fixed = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token
-    )
-    save_model(fixed, tmp_path / "model")
-    assert encode(load_tokenizer(tmp_path / "model"), [PROBE]) == encode(tokenizer, [PROBE])
 
 
 def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
