@@ -56,7 +56,7 @@ RUNGS = (
     Rung("compile", {"compile": True}, 112_046, 130),
     Rung("no biases", {"shape": {"bias": False}}),
     Rung("vocabulary 50,304", {"shape": {"vocab_size": 50304}}, 127_345, 93),
-    Rung("chunked cross-entropy", {"chunked_loss": True}),
+    Rung("gpt2_accel's loss and kernels", {"chunked_loss": True}),
     Rung("four times the micro-batch", {}, 142_156),
     Rung("accumulation", {}, None, 89),
     Rung("DDP over all devices", {"ddp": True}, 419_259),

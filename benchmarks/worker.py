@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
+from gpt2_accel.runtime.accelerator import configure_backends
 from gpt2_accel.runtime.device import AUTOCAST_DTYPES, launch_device
 from gpt2_accel.runtime.signals import end_with_parent
 
@@ -117,6 +118,8 @@ def loop(job: Job, folder: str, gate: Gate) -> None:
         torch.distributed.init_process_group()
     if job.tf32 and DEVICE.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    if job.chunked_loss:
+        configure_backends(DEVICE, job.precision, job.compile, deterministic=False)
     torch.manual_seed(1337)
     model = build_model(job).to(DEVICE)
     if job.optimizer == "toolkit":
