@@ -1,4 +1,4 @@
-"""Conversations as token ids: what a tokenizer's chat template makes of messages, to train on and to answer."""
+"""Conversations as token ids, by a tokenizer's chat template: for training and for answers."""
 
 import functools
 import re
@@ -24,12 +24,13 @@ PIECES = (
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids of a conversation in the `training_template`, (n,) int64, and which of
-    them are the assistant's, (n,) bool: those that the template marks. Without such a template they
-    are found by prefixes, see `answer_pieces`.
+    """Returns a conversation's token ids, (n,) int64, and which are the assistant's, (n,) bool.
+
+    The `training_template` marks the assistant's tokens. Without such a template they are found by
+    prefixes, see `answer_pieces`.
 
     `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the
-    template's errors, and that of `answer_pieces`.
+    errors of the template and of `answer_pieces`.
     """
     template = training_template(tokenizer)
     if template is None:
@@ -41,11 +42,15 @@ def conversation_tokens(
 
 
 def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Returns the chat template that marks the assistant's tokens by `{% generation %}`: the
-    tokenizer's own if it does, else TRL's training template for it, None if TRL has none or is not
-    installed."""
+    """Returns the chat template that marks the assistant's tokens by `{% generation %}`.
+
+    It is the tokenizer's own template if that marks them, else TRL's training template for it; None
+    if TRL has none or is not installed.
+    """
     template = tokenizer.get_chat_template()
-    return template if GENERATION.search(template) else _trl_template(tokenizer, template)
+    if GENERATION.search(template):
+        return template
+    return _trl_template(tokenizer, template)
 
 
 @functools.lru_cache(maxsize=1)
@@ -97,14 +102,15 @@ def prompt_tokens(
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
-    Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer refuses the messages, if the
-    last is not the user's, or for a message that is empty, is not valid Unicode or holds a special token,
-    which would end a turn. The assistant's messages are not checked.
+    Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer
+    refuses the messages, if the last message is not the user's, or for a message that is empty, is
+    not valid Unicode or holds a special token, which would end a turn. The assistant's messages are
+    not checked.
     """
     if not tokenizer.chat_template:
         raise ValueError(
-            "this model has no chat template, so it cannot be talked to: fine-tune it by chat_sft.py, or give it a text to "
-            "continue"
+            "this model has no chat template, so it cannot be talked to: fine-tune it by "
+            "chat_sft.py, or give it a text to continue"
         )
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a conversation to answer ends with a message of the user: add one")
@@ -119,7 +125,8 @@ def prompt_tokens(
         for token in special_tokens(tokenizer):
             if token in content:
                 raise ValueError(
-                    f"the message holds the special token {token}, which would end a turn: write it otherwise"
+                    f"the message holds the special token {token}, which would end a turn: write "
+                    "it otherwise"
                 )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
@@ -132,7 +139,7 @@ def prompt_tokens(
 def _render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
 ) -> Any:
-    """Returns what the chat template and the tokenizer make of a conversation, a mapping to lists of integers."""
+    """Returns the chat template's encoding of a conversation, a mapping to lists of integers."""
     return tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         return_dict=True,

@@ -1,4 +1,4 @@
-"""Documents, the places where a text may be cut, and the rules that hold documents out for validation."""
+"""Documents, where a text may be cut, and which documents are held out for validation."""
 
 import hashlib
 import re
@@ -19,9 +19,9 @@ LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A document of the split `split` in chunks, which become tokens separately: texts, or token ids, (n,) int64.
+    """A document of the split `split`, in chunks that are tokenized separately.
 
-    `place` names it in messages.
+    A chunk is a text, or token ids, (n,) int64. `place` names the document in messages.
     """
 
     split: str
@@ -38,26 +38,28 @@ def text_digest(key: str) -> str:
 
 
 def held_out(key: str, one_in: int = HELD_OUT) -> bool:
-    """Whether the document with the name or text `key` is held out: one in `one_in`, by its SHA-256.
+    """Whether the document with the name or text `key` is held out: one in `one_in`, by SHA-256.
 
     A document keeps its split when others are added or removed.
     """
     return int(text_digest(key), 16) % one_in == 0
 
 
-def fitting_share(share: float) -> bool:
-    """Whether `share` of the text is enough, and not too much, for validation."""
-    return FEWEST <= share <= MOST
+def fitting_share(held: float, total: float) -> bool:
+    """Whether `held` of a `total` amount is enough for validation, and not too much."""
+    return FEWEST <= held / (total or 1) <= MOST
 
 
 def split_of(key: str, one_in: int = HELD_OUT) -> str:
-    """Returns the split of the document with the name or text `key`, so that equal rows share one."""
+    """Returns the split of the document with the name or text `key`; equal rows share a split."""
     return "val" if held_out(key, one_in) else "train"
 
 
 def last_part(row: str | np.ndarray) -> int:
-    """Returns where the last `VAL_SHARE` of a text or of its token ids begins: at the end of a word, if there is one, or of a
-    long text anyway."""
+    """Returns where the last `VAL_SHARE` of a text or of its token ids begins.
+
+    In a text this is the end of a word. A short text without one is not divided.
+    """
     cut = int(len(row) * (1 - VAL_SHARE))
     if not isinstance(row, str):
         return cut
@@ -71,11 +73,11 @@ def last_part(row: str | np.ndarray) -> int:
 
 
 def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
-    """Joins `parts` and yields the text in chunks of about `CHUNK` characters; nothing for an empty text.
-    Token ids are one part, and are not cut.
+    """Joins `parts` and yields the text in chunks of about `CHUNK` characters, none if it is empty.
 
-    A chunk ends at a letter or digit that is followed by a space or a newline. GPT-2's pre-tokenizer always splits
-    there, so the tokens are the same as those of the whole text. A text without such a place is cut elsewhere.
+    Token ids are one part, and are not cut. A chunk of text ends at a letter or digit before a
+    space or a newline. GPT-2's pre-tokenizer always splits there, so the tokens are those of the
+    undivided text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:
@@ -95,9 +97,9 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
 
 
 def next_cut(path: Path, offset: int) -> int:
-    """Returns the byte offset of the first end of a word in a file from `offset` on, within a megabyte.
+    """Returns the byte offset of the first end of a word in a file, from `offset` on.
 
-    Without one it is the next character.
+    It looks at one megabyte; without an end of a word it is the next character.
     """
     with open(path, "rb") as file:
         file.seek(offset)

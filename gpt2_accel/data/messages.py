@@ -1,16 +1,19 @@
-"""Reads the messages of a conversation, or of a pair of answers, from the forms in which data sets hold them.
+"""Reads the messages of a conversation, or of a pair of answers, from a row of a data set.
 
-| form                       | fields of a row                                                                    |
-|----------------------------|------------------------------------------------------------------------------------|
-| messages                   | `messages`: a list of `role` and `content`, or that list as a text of JSON         |
-| ShareGPT                   | `conversations`: a list of `from` (human, gpt, system) and `value`                 |
-| prompt and completion      | `prompt`, `completion`: texts or lists of messages; the completion counts          |
-| Alpaca, Dolly              | `instruction`, `output` or `response`, optionally `input` or `context`             |
-| pair, prompt and answers   | `prompt`, `chosen`, `rejected`: texts or lists of messages                         |
-| pair, whole conversations  | `chosen`, `rejected`: lists of messages that begin with the prompt, optionally     |
-|                            | `prompt`                                                                           |
+| form                      | fields of a row                                                     |
+|---------------------------|---------------------------------------------------------------------|
+| messages                  | `messages`: a list of `role` and `content`, or its JSON             |
+| ShareGPT                  | `conversations`: a list of `from` (human, gpt, system) and `value`  |
+| prompt and completion     | `prompt`, `completion`: texts or lists of messages; the completion  |
+|                           | counts                                                              |
+| Alpaca, Dolly             | `instruction`, `output` or `response`, optionally `input` or        |
+|                           | `context`                                                           |
+| pair, prompt and answers  | `prompt`, `chosen`, `rejected`: texts or lists of messages          |
+| pair, full conversations  | `chosen`, `rejected`: lists of messages that begin with the prompt, |
+|                           | optionally `prompt`                                                 |
 
-A row with several forms is read by the first. `system` or `system_prompt` beside it is the system's message.
+A row with several forms is read in the first of them. A field `system` or `system_prompt` is the
+system message.
 """
 
 import re
@@ -18,16 +21,21 @@ from typing import Any
 
 from gpt2_accel.runtime.files import parse_json
 
-ROLES = {name: name for name in ("system", "user", "assistant")}
-ROLES |= {"human": "user", "gpt": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "human": "user",
+    "gpt": "assistant",
+}
 # The fields that tell the form of a row.
 FORMS = """
     messages conversations prompt completion instruction output response
 """.split()  # noqa: SIM905
 # Fields of a row, a message or a part that would change a conversation if they are not empty.
 UNSUPPORTED = """
-    tools functions history tool_calls function_call reasoning_content reasoning thinking image images image_url audio
-    audios input_audio video videos file
+    tools functions history tool_calls function_call reasoning_content reasoning thinking image
+    images image_url audio audios input_audio video videos file
 """.split()  # noqa: SIM905
 # The text of a list of messages.
 LISTED = re.compile(
@@ -37,8 +45,8 @@ LISTED = re.compile(
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
 NOT_SUPPORTED = (
-    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a history, images, audio, or "
-    "content that is not text, which are not supported"
+    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a "
+    "history, images, audio, or content that is not text, which are not supported"
 )
 NO_LAST_ANSWER = "without a message of the assistant at the end of each answer"
 OTHER_PROMPTS = "whose answers have different prompts"
@@ -53,11 +61,11 @@ class Problem(Exception):
 
 
 def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool]]:
-    """Returns the messages of a row, each with `role` and `content`, and which of them may count in the loss.
+    """Returns the messages of a row, `role` and `content`, and which of them may count in the loss.
 
-    Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without text are dropped. Raises
-    `ValueError` for a row in none of the forms, or with a `weight` other than 0 and 1, `Problem` for a conversation that
-    cannot be trained on.
+    Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without
+    text are dropped. Raises `ValueError` for a row in none of the forms, or with a `weight` other
+    than 0 and 1, `Problem` for a conversation that cannot be trained on.
     """
     if row is None:
         raise Problem(EMPTY)
@@ -77,7 +85,8 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
             check_supported(message)
             if weight not in (None, 0, 1):
                 raise ValueError(
-                    f"{place}, has a message with a weight of {weight!r}: give 1, or 0 for a message that does not count"
+                    f"{place}, has a message with a weight of {weight!r}: give 1, or 0 for a "
+                    "message that does not count"
                 )
             if content.strip():
                 messages.append({"role": role, "content": content})
@@ -90,7 +99,7 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
 
 
 def raw_messages(row: dict, place: str) -> list:
-    """Returns the messages in a row as they are; those of a prompt get a `weight` of 0."""
+    """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
     answer = fields.get("output", fields.get("response"))
     found = listed(fields.get("messages", fields.get("conversations")))
@@ -100,7 +109,7 @@ def raw_messages(row: dict, place: str) -> list:
         if fields.get("label") is False:  # a bad completion, in data sets for KTO
             raise Problem(UNWANTED)
         asked = as_messages(fields["prompt"], "user")
-        found = [{**message, "weight": 0} for message in asked]
+        found = [message | {"weight": 0} for message in asked]
         found += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
         task = text_of(fields["instruction"])
@@ -111,8 +120,9 @@ def raw_messages(row: dict, place: str) -> list:
         raise Problem(EMPTY)
     else:
         raise ValueError(
-            f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list in messages or "
-            "conversations; or prompt and completion; or instruction and output or response: rename or correct them"
+            f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list "
+            "in messages or conversations; or prompt and completion; or instruction and output or "
+            "response: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (found and role_of(found[0]) == "system"):
@@ -145,7 +155,7 @@ def role_of(message: dict[str, Any]) -> str:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message; a list of text parts, `{"type": "text", "text": …}`, is joined.
+    """Returns the text of a message; text parts, `{"type": "text", "text": …}`, are joined.
 
     Raises `Problem`, `AttributeError`, `KeyError` or `TypeError` for other content.
     """
@@ -170,14 +180,16 @@ def check_supported(fields: dict) -> None:
 
 
 def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Returns the messages of the chosen and of the rejected conversation, which are equal but for the last, the assistant's.
+    """Returns the messages of the chosen and of the rejected conversation.
 
-    Raises `ValueError` for a row in none of the forms, and `Problem` for a pair that cannot be trained on.
+    They differ in the last message only, which is the assistant's. Raises `ValueError` for a row in
+    none of the forms, and `Problem` for a pair that cannot be trained on.
     """
     if not isinstance(row, dict) or not row.keys() >= {"chosen", "rejected"}:
         found = list(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
-            f"{place}, has {found}, no pair of answers: write prompt, chosen and rejected, each a text or a list of messages"
+            f"{place}, has {found}, no pair of answers: write prompt, chosen and rejected, each a "
+            "text or a list of messages"
         )
     chosen = read_answer(row, "chosen", place)
     rejected = read_answer(row, "rejected", place)
@@ -187,21 +199,26 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
 
 
 def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
-    """Returns the messages of the conversation that ends with the answer `name`. Raises `ValueError` without a prompt, the
-    errors of `read_messages`, and `Problem` if the last message is not the assistant's, or a whole conversation lacks the
-    row's `prompt`."""
+    """Returns the messages of the conversation that ends with the answer `name`.
+
+    Raises `ValueError` without a prompt, the errors of `read_messages`, and `Problem` if the last
+    message is not the assistant's, or if a full conversation does not begin with the row's
+    `prompt`.
+    """
     check_supported(row)
     own, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
     if not own or own[-1]["role"] != "assistant":
         raise Problem(NO_LAST_ANSWER)
     prompt = row.get("prompt") or []
     beside = {field: row.get(field) for field in ("system", "system_prompt")}
-    asked, _ = read_messages({**beside, "messages": as_messages(prompt, "user")}, place)
+    beside["messages"] = as_messages(prompt, "user")
+    asked, _ = read_messages(beside, place)
     first = own[0]["role"]
     if first == "assistant":
         if not prompt:
             raise ValueError(
-                f"{place}, has no prompt: write it in prompt, or as the first messages of chosen and rejected"
+                f"{place}, has no prompt: write it in prompt, or as the first messages of chosen "
+                "and rejected"
             )
         return asked + own
     if first != "system":

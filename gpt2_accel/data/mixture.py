@@ -18,11 +18,12 @@ from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
 def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
-    """Writes a folder that is a mixture of the given folders; `weights` maps folders to weights. Returns its manifest.
+    """Writes a folder that is a mixture of other folders; `weights` maps folders to weights.
 
-    Each folder's share of the training sequences is its share of the weights, whatever its size: a small folder is
-    repeated. Raises `ValueError` if a weight is not positive, if a folder is a mixture itself or holds pairs, and
-    the errors of `check_same`; `FileExistsError` if `data_dir` exists.
+    A folder's part of the training sequences is its part of the weights, whatever its size: a small
+    folder is repeated. Returns the manifest. Raises `ValueError` if a weight is not positive, if a
+    folder is a mixture itself or holds pairs, and the errors of `check_same`; `FileExistsError` if
+    `data_dir` exists.
     """
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")
@@ -45,14 +46,12 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
             for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
                 found = [entry[count] for entry in entries]
                 splits[name][count] = None if None in found else sum(found)
-    shared = ("version", "tokenizer", "dtype", "sequence_length")
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        **{name: newest.get(name) for name in shared},
-        "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
-        "mixture": parts,
-        "splits": splits,
-    }
+    manifest: dict[str, Any] = {"format": MANIFEST_FORMAT}
+    for name in ("version", "tokenizer", "dtype", "sequence_length"):
+        manifest[name] = newest.get(name)
+    manifest["source"] = " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items())
+    manifest["mixture"] = parts
+    manifest["splits"] = splits
     with atomic_directory(data_dir) as scratch:
         if (first / "tokenizer").is_dir():
             shutil.copytree(first / "tokenizer", scratch / "tokenizer")

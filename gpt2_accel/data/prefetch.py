@@ -15,26 +15,29 @@ BATCHES_AHEAD = 2  # micro-batches: one is ready, and one is being read
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]:
-    """Yields `batches`, whose next `BATCHES_AHEAD` a thread reads, each moved to `device`.
+    """Yields `batches` in their order, moved to `device`; a thread reads the next `BATCHES_AHEAD`.
 
-    The order is that of `batches`. The thread only reads: it never touches a device. An error in it is raised in place of
-    its batch. `close` drops what was read ahead and ends the thread.
+    The thread only reads: it never touches a device. An error in it is raised in place of its
+    batch. `close` drops the batches that were read ahead and ends the thread.
     """
     source = iter(batches)
-    with closing(
-        in_order(lambda _: next(source, None), itertools.count(), 1, BATCHES_AHEAD)
-    ) as found:
+    found = in_order(lambda _: next(source, None), itertools.count(), 1, BATCHES_AHEAD)
+    with closing(found):
         for batch in found:
             if batch is None:
                 return
-            own = {n: p for n, p in batch._asdict().items() if isinstance(p, torch.Tensor)}
-            yield batch._replace(**{name: to_device(part, device) for name, part in own.items()})
+            moved = {}
+            for name, part in batch._asdict().items():
+                if isinstance(part, torch.Tensor):
+                    moved[name] = to_device(part, device)
+            yield batch._replace(**moved)
 
 
 class PrefetchLoader(AbstractContextManager):
-    """The micro-batches of the updates `steps` of a `schedule`, read ahead also across updates. A context manager.
+    """The micro-batches of the updates `steps` of a `schedule`, read ahead also across updates.
 
-    It takes the place of `loader` in the training loop, which asks for these updates in order.
+    A context manager. It takes the place of `loader` in the training loop, which asks for these
+    updates in order.
     """
 
     def __init__(
@@ -51,6 +54,6 @@ class PrefetchLoader(AbstractContextManager):
         self._batches.close()
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
-        """Returns what `TrainLoader.update` yields."""
+        """Yields the micro-batches of `TrainLoader.update`."""
         assert first == next(self._firsts), first
         return itertools.islice(self._batches, self.micro_batches(sequences))

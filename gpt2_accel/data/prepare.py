@@ -393,7 +393,7 @@ def open_work(work: Path, plan: str | None) -> dict:
     if record:
         print(
             f"the source, the tokenizer or the options have changed since the work in {work} "
-            "began: it starts again",
+            "began: it starts from the beginning",
             file=sys.stderr,
         )
     remove(work)

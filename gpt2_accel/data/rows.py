@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 256  # of Parquet
 
 
 def row_suffix(path: str | os.PathLike) -> str:
-    """Returns which of `ROW_SUFFIXES` a file has, in any case; an empty text for other files."""
+    """Returns which of `ROW_SUFFIXES` a file has, in any case; an empty string for other files."""
     name, suffix = os.path.splitext(str(path).lower())
     if suffix in COMPRESSED:
         suffix = os.path.splitext(name)[1]
@@ -32,8 +32,9 @@ def reading(source: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another format, replace it or leave it "
-            "out; if the network failed, start again, finished work is kept"
+            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
+            "format, replace it or leave it out; if the network failed, start again, finished "
+            "work is kept"
         ) from error
 
 
@@ -80,8 +81,10 @@ def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
 
 
 def read_lines(path: str) -> Iterator[bytes]:
-    """Yields the lines of a file of JSON, or at once the content of a file that begins with an
-    array or with an object over several lines."""
+    """Yields the lines of a file of JSON.
+
+    A file that begins with an array, or with an object over several lines, is one line.
+    """
     with reading(path), open_file(path) as file:
         start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
         if re.match(rb"\[|{\s*\n", start):
@@ -91,7 +94,7 @@ def read_lines(path: str) -> Iterator[bytes]:
 
 
 def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
-    """Yields what `read_rows` yields, of a Parquet file."""
+    """Yields the rows of a Parquet file as `read_rows` does."""
     from pyarrow.parquet import ParquetFile
 
     with reading(path):
@@ -107,25 +110,28 @@ def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
 
 
 def column_of(row: Any, column: str, place: str) -> str | list:
-    """Returns the text or the list of token ids of a row, an empty text for null. Raises `ValueError` if the column is missing or
-    holds something else."""
+    """Returns the text or the list of token ids of a row, an empty string for null.
+
+    Raises `ValueError` if the column is missing or holds something else.
+    """
     if not isinstance(row, dict):
         raise ValueError(
-            f"{place}, holds a value of type {type(row).__name__}, not an object: write {{{column!r}: …}}, one per line"
+            f"{place}, holds a value of type {type(row).__name__}, not an object: write "
+            f"{{{column!r}: …}}, one per line"
         )
     if column not in row:
         raise ValueError(no_column(f"{place},", column, row))
-    if not isinstance(row[column], str | list | None):
+    value = row[column]
+    if not isinstance(value, str | list | None):
         raise ValueError(
-            f"{place}, has a value of type {type(row[column]).__name__} in {column!r}, not a text or a list of token ids: choose "
-            "another by "
-            "--column, or correct it"
+            f"{place}, has a value of type {type(value).__name__} in {column!r}, not a text or a "
+            "list of token ids: choose another by --column, or correct it"
         )
-    return row[column] or ""
+    return value or ""
 
 
 def no_column(place: str, column: str, columns: Iterable[str]) -> str:
-    """Returns the message for rows that lack a column."""
+    """Returns the message about rows that do not have a column."""
     fix = f"give --column {' or --column '.join(map(shlex.quote, columns))}"
     if {"messages", "conversations"} & set(columns):
         fix = "they are conversations, prepare them by the command chat"

@@ -1,4 +1,4 @@
-"""Sources of text: files of plain text, files of rows, data sets of the Hub, and texts in memory."""
+"""Sources of text: plain text files, files of rows, data sets of the Hub, texts in memory."""
 
 import codecs
 import itertools
@@ -49,8 +49,8 @@ class ChangedSource(OSError):
 class Source:
     """A part of a corpus, with its documents.
 
-    `size` is an estimate of its text in bytes. `modified` is the time of a local file: a remote one's name has the commit.
-    The `repr` changes with the text.
+    `size` estimates the bytes of its text. `modified` is the time of a local file; the name of a
+    remote file has the commit. The `repr` changes with the text.
     """
 
     name: str
@@ -71,7 +71,10 @@ def texts(name: str, splits: Mapping[str, Iterable[str]], size: int = 0) -> Sour
 
 
 def text_file(path: Path, split: str | None) -> Source:
-    """Returns the source of a file of plain text, one document. Without a `split` its last `VAL_SHARE` is for validation."""
+    """Returns the source of a file of plain text, one document.
+
+    Without a `split` the last `VAL_SHARE` of the file is for validation.
+    """
     size = path.stat().st_size
     state = state_of(str(path))
 
@@ -87,7 +90,10 @@ def text_file(path: Path, split: str | None) -> Source:
 
 
 def read_part(path: Path, start: int, end: int) -> Iterator[str]:
-    """Yields the text in bytes [start, end) of a file, without a byte-order mark. Raises `ValueError` if it is not UTF-8."""
+    """Yields the text in bytes [start, end) of a file, without a byte-order mark.
+
+    Raises `ValueError` if it is not UTF-8.
+    """
     with reading(str(path)), open(path, "rb") as file:
         file.seek(start)
         blocks = iter(lambda: file.read(min(end - file.tell(), CHUNK)), b"")
@@ -97,8 +103,11 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
 def row_file(
     path: str, column: str, tokenizer: "PreTrainedTokenizerBase | None", one_in: int | None
 ) -> Source:
-    """Returns the source of a local or remote file with a document in the `column` of each row: a text, or token ids of
-    `tokenizer`. One row in `one_in` is held out, or the last part of each if that is None."""
+    """Returns the source of a local or remote file with a document in the `column` of each row.
+
+    A document is a text, or token ids of `tokenizer`. One row in `one_in` is held out; if that is
+    None, the last part of each row.
+    """
     state = state_of(path)
 
     def documents() -> Iterator[Document]:
@@ -123,9 +132,10 @@ def row_file(
 def token_ids(
     row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str
 ) -> tuple[np.ndarray, str]:
-    """Returns a row of token ids of `tokenizer`, (n,) int64, without the tokens at its ends that separate documents, and their text.
+    """Returns a row of token ids of `tokenizer`, (n,) int64, and their text.
 
-    Raises `ValueError` if one is not an integer, is negative or is not in the vocabulary, and without a tokenizer.
+    The tokens at its ends that separate documents are removed. Raises `ValueError` if a value is
+    not the id of a token, and without a tokenizer.
     """
     if tokenizer is None:
         raise ValueError(
@@ -134,8 +144,9 @@ def token_ids(
     for token in row:
         if type(token) is not int or not 0 <= token < len(tokenizer):
             raise ValueError(
-                f"{place}, holds {token!r}, which is not a token id from 0 to {len(tokenizer) - 1}: give the tokenizer that "
-                "made the ids by --tokenizer, or choose another --column"
+                f"{place}, holds {token!r}, which is not a token id from 0 to "
+                f"{len(tokenizer) - 1}: give the tokenizer that made the ids by --tokenizer, or "
+                "choose another --column"
             )
     ids = np.array(row, np.int64)
     begin, end = document_marks(tokenizer)
@@ -150,10 +161,11 @@ def token_ids(
 def corpus_files(
     names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> list[Source]:
-    """Returns the sources of files, given with their names: first plain text, then rows.
+    """Returns the sources of files: first plain text, then rows. `names` maps paths to names.
 
-    Plain text is held out by a hash of the name. If that is too little or too much of the text, the last `VAL_SHARE` of each
-    file is held out instead. The other arguments and the errors are those of `row_files`.
+    Plain text is held out by a hash of the name. If the held-out share does not fit, the last
+    `VAL_SHARE` of each file is held out instead. The other arguments and the errors are those of
+    `row_files`.
     """
     splits: dict[Path, str | None] = {}
     rows = []
@@ -165,7 +177,7 @@ def corpus_files(
             split = split_of(name)
             splits[path] = split
             sizes[split] += path.stat().st_size
-    if not fits(sizes):
+    if not fitting_share(sizes["val"], sum(sizes.values())):
         splits = dict.fromkeys(splits)
     plain = [text_file(*file) for file in splits.items()]
     return plain + row_files(rows, column, tokenizer)
@@ -177,10 +189,11 @@ def row_files(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     one_in: int = HELD_OUT,
 ) -> list[Source]:
-    """Returns the sources of files of rows, whose `column` has texts, or token ids of `tokenizer`.
+    """Returns the sources of files of rows; `column` has texts, or token ids of `tokenizer`.
 
-    One row in `one_in` is held out by a hash of its text. If that is `HELD_OUT`, and no fitting share of the first
-    `SAMPLED_ROWS` rows, the last part of each row is; raises `ValueError` if one of these rows has no text in `column`.
+    One row in `one_in` is held out by a hash of its text. If `one_in` is `HELD_OUT` and the share
+    does not fit in the first `SAMPLED_ROWS` rows, the last part of each row is held out instead.
+    Raises `ValueError` if one of these rows has no text in `column`.
     """
     files = [row_file(path, column, tokenizer, one_in) for path in paths]
     if one_in != HELD_OUT:
@@ -189,19 +202,13 @@ def row_files(
     documents = itertools.chain.from_iterable(file.documents() for file in files)
     for document in itertools.islice(documents, SAMPLED_ROWS):
         sizes[document.split] += sum(map(len, document.chunks))
-    if fits(sizes):
+    if fitting_share(sizes["val"], sum(sizes.values())):
         return files
     return [row_file(path, column, tokenizer, None) for path in paths]
 
 
-def fits(sizes: Mapping[str, int]) -> bool:
-    """Whether the sizes of the splits, in bytes or characters, are a `fitting_share`."""
-    return fitting_share(sizes["val"] / (sum(sizes.values()) or 1))
-
-
 def state_of(path: str) -> tuple[int, float | None]:
-    """Returns an estimate of the text in a file, in bytes, and the time at which a local one was
-    modified."""
+    """Returns the estimated bytes of text in a file, and a local file's time of modification."""
     import fsspec
 
     with reading(path):
@@ -211,26 +218,29 @@ def state_of(path: str) -> tuple[int, float | None]:
 
 
 def unchanged(parts: Iterable, path: str, state: tuple[int, float | None]) -> Iterator:
-    """Yields the parts of a file. Raises `ChangedSource` at their end, or instead of an error in
-    between, if the file's `state_of` is no longer `state`."""
+    """Yields the parts of a file.
+
+    Raises `ChangedSource` at the end, or in place of another error, if the `state_of` the file is
+    no longer `state`.
+    """
     try:
         yield from parts
     finally:
         if state_of(path) != state:
             raise ChangedSource(
-                f"{path} has changed since the preparation began: start the same command again, "
-                "it starts anew"
+                f"{path} has changed since the preparation began: start the same command again, it "
+                "starts from the beginning"
             )
 
 
 def find_files(
     source: str | Path, accepts: Callable[[Path], bool], kind: str, pattern: str | None = None
 ) -> dict[Path, str]:
-    """Finds a file, or the sorted files below a folder that match `pattern` and are not hidden; returns those that
-    `accepts` takes, with their names below the folder. Prints for a folder how many files are taken and left out.
+    """Finds a file, or the files below a folder that match `pattern` and are not hidden, sorted.
 
-    Raises `FileNotFoundError` if the source does not exist, `ValueError` if no file is of the `kind`, `OSError` if a folder
-    cannot be read.
+    Returns those that `accepts` takes, with their names below the folder. Prints how many files of
+    a folder are taken and left out. Raises `FileNotFoundError` if the source does not exist,
+    `ValueError` if no file is of the `kind`, `OSError` if a folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -306,16 +316,18 @@ def hub_files(
 ) -> tuple[list[str], str | None]:
     """Returns the files of a data set on the Hub, and its revision (a commit).
 
-    Raises `ValueError` if `name` is a local path, if the data set, its configuration or split does not exist, or its files
-    are not of `ROW_SUFFIXES`, `OSError` if the Hub has no such data set or cannot be reached.
+    Raises `ValueError` if `name` is a local path, if the data set, its configuration or split does
+    not exist, or its files are not of `ROW_SUFFIXES`; `OSError` if the Hub has no such data set or
+    cannot be reached.
     """
     from datasets import load_dataset_builder
     from huggingface_hub import constants
 
     if os.path.exists(name):
         raise ValueError(
-            f"{name} is a file or folder on this machine, not a data set on the Hub: prepare it by the command text, or "
-            "conversations by chat without options of the Hub; --pattern selects files of a folder"
+            f"{name} is a file or folder on this machine, not a data set on the Hub: prepare it by "
+            "the command text, or conversations by chat without options of the Hub; --pattern "
+            "selects files of a folder"
         )
     if not constants.HF_HUB_OFFLINE:
         revision = data_set_info(name, revision).sha  # `datasets` retries for longer
@@ -323,25 +335,27 @@ def hub_files(
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
     except Exception as error:  # for an empty name, an IndexError
         raise ValueError(
-            f"the data set {name} cannot be opened ({first_line(error)}): check its name, --config and --data_files, and "
-            "the network; if it has a script, try --revision refs/convert/parquet"
+            f"the data set {name} cannot be opened ({first_line(error)}): check its name, --config "
+            "and --data_files, and the network; if it has a script, try --revision "
+            "refs/convert/parquet"
         ) from error
     splits = builder.config.data_files or {}
     files = list(splits.get(split, []))
     if not files or not all(map(row_suffix, files)):
         raise ValueError(
-            f"the data set {name} has no files of rows ({', '.join(ROW_SUFFIXES)}) in the split {split!r}, of "
-            f"{', '.join(map(str, splits)) or 'none'}: set --split, or --revision refs/convert/parquet, where the Hub has data "
-            "sets as Parquet"
+            f"the data set {name} has no files of rows ({', '.join(ROW_SUFFIXES)}) in the split "
+            f"{split!r}, of {', '.join(map(str, splits)) or 'none'}: set --split, or --revision "
+            "refs/convert/parquet, where the Hub has data sets as Parquet"
         )
     return files, revision
 
 
 def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetInfo":
-    """Returns what the Hub knows of a data set, such as its commit; `options` are those of the client's `dataset_info`.
+    """Returns the Hub's description of a data set, with its commit.
 
-    One request, so that a wrong name or a missing network is reported within seconds. Raises `OSError` if the Hub has no
-    such data set or revision that may be read, or cannot be reached.
+    `options` are those of the client's `dataset_info`. It sends one request, so that a wrong name
+    or a missing network is reported within seconds. Raises `OSError` if the Hub has no such data
+    set or revision that may be read, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -349,8 +363,9 @@ def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetIn
         return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER, **options)
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
-            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name and the network, log in "
-            "by `hf auth login` if it is private, or set HF_HUB_OFFLINE=1 to use what was downloaded before"
+            f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name "
+            "and the network, log in by `hf auth login` if it is private, or set HF_HUB_OFFLINE=1 "
+            "to use what was downloaded before"
         ) from error
 
 
@@ -358,10 +373,11 @@ def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetIn
 
 
 def one_text(path: str | Path | None = None) -> tuple[str, Source]:
-    """Returns the text of the file `path`, by default tiny Shakespeare, and its source: the first 90% for training, the rest
-    for validation, as nanoGPT has it. The source's name is the text's file or name, and its SHA-256.
+    """Returns the text of the file `path`, by default tiny Shakespeare, and its source.
 
-    Raises the errors of `read_text` and `tiny_shakespeare`."""
+    The first 90% is for training, the rest for validation, as in nanoGPT. The source's name has the
+    file's name and the text's SHA-256. Raises the errors of `read_text` and `tiny_shakespeare`.
+    """
     text = tiny_shakespeare() if path is None else read_text(path)
     cut = int(len(text) * 0.9)
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
@@ -376,5 +392,6 @@ def tiny_shakespeare() -> str:
             return response.read().decode()
     except Exception as error:  # the HTTP client raises several
         raise ConnectionError(
-            f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text by --input FILE"
+            f"{TINY_SHAKESPEARE} cannot be read ({first_line(error)}): try again, or give the text "
+            "by --input FILE"
         ) from error

@@ -1,17 +1,17 @@
 """Reads the token files of other trainers without a conversion.
 
-| trainer                | files                                | content                                                |
-|------------------------|--------------------------------------|--------------------------------------------------------|
-| nanoGPT                | `train.bin`, `val.bin`               | uint16 ids                                             |
-| llm.c, modded-nanogpt  | `fineweb_train_000001.bin`           | 256 int32 (magic, version, tokens), then the ids:      |
-|                        |                                      | `HEADERS`                                              |
-| datatrove              | `00000_00000_doc_shuffled.ds` and    | uint16 or uint32 ids; `TOKENIZER|BYTES PER ID` and the |
-|                        | `….ds.metadata`                      | number of tokens, a line each                          |
+| trainer               | files                             | content                             |
+|-----------------------|-----------------------------------|-------------------------------------|
+| nanoGPT               | `train.bin`, `val.bin`            | uint16 ids                          |
+| llm.c, modded-nanogpt | `fineweb_train_000001.bin`        | 256 int32 (magic, version, tokens), |
+|                       |                                   | then the ids: `HEADERS`             |
+| datatrove             | `00000_00000_doc_shuffled.ds` and | uint16 or uint32 ids; two lines:    |
+|                       | `….ds.metadata`                   | `TOKENIZER|BYTES PER ID`, tokens    |
 
-The first two say by their names which split they belong to. Their uint16 ids are of GPT-2's BPE,
-llm.c's uint32 ids of the tokenizer in the folder's `tokenizer/`. datatrove's files are what its
-`DocumentTokenizer` or `DocumentTokenizerMerger` writes with any tokenizer. The last 5% of their
-tokens, at most `MOST_HELD_OUT`, are the validation split. None has checksums or a count of the
+The names of the first two give the split. Their uint16 ids are of GPT-2's BPE, llm.c's uint32 ids
+of the tokenizer in the folder's `tokenizer/`. datatrove's `DocumentTokenizer` and
+`DocumentTokenizerMerger` write files with any tokenizer. The last 5% of their tokens, at most
+`MOST_HELD_OUT`, are the validation split. None of these files has checksums or a count of the
 text's bytes.
 """
 
@@ -56,14 +56,14 @@ GPT2 = {
 
 
 File = tuple[str, str, int, int]
-"""A part of a token file: its split, the file's name, the number of tokens and where they begin, in bytes."""
+"""A part of a token file: split, file name, number of tokens, offset of the first in bytes."""
 
 
 def third_party_manifest(folder: Path) -> dict | None:
-    """Returns a manifest of a folder of such files, None if it holds none of them.
+    """Returns a manifest of a folder of other trainers' token files, None if it holds none.
 
-    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for files that cannot be read as such, and
-    `FileNotFoundError` if datatrove's tokenizer is not found.
+    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for files that cannot be
+    read, and `FileNotFoundError` if datatrove's tokenizer is not found.
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     datatrove = [name for name in names if name.endswith(".ds")]
@@ -91,11 +91,12 @@ def third_party_manifest(folder: Path) -> dict | None:
 
 
 def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
-    """Returns the tokenizer's entry in the manifest, the dtype and the parts of nanoGPT's or llm.c's files."""
+    """Returns the tokenizer's manifest entry, dtype and parts of nanoGPT's or llm.c's files."""
     if (folder / "meta.pkl").exists():
         raise ValueError(
-            f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a pickle, "
-            "which could run code: make it from the text, by prepare_data.py shakespeare-char --input"
+            f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a "
+            "pickle, which could run code: make it from the text, by prepare_data.py "
+            "shakespeare-char --input"
         )
     files = []
     dtypes = set()
@@ -118,12 +119,13 @@ def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[Fi
 
 
 def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
-    """Returns the dtype of the ids in nanoGPT's or llm.c's file, their number and where they begin, in bytes."""
+    """Returns dtype, number and offset (bytes) of the ids in nanoGPT's or llm.c's file."""
     with open(path, "rb") as file:
         start = file.read(12)
     if start.startswith(OWN_MAGIC):
         raise FileNotFoundError(
-            f"{path.parent}/manifest.json is missing beside {path.name}: restore it, or prepare the data again"
+            f"{path.parent}/manifest.json is missing beside {path.name}: restore it, or prepare "
+            "the data again"
         )
     *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
     dtype = HEADERS.get(tuple(kind))
@@ -132,7 +134,7 @@ def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
     if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
         raise ValueError(
             f"{path} has a header of llm.c with magic and version {kind}, but token files have "
-            f"one of {[*HEADERS]}: leave the file out, or write it again"
+            f"one of {list(HEADERS)}: leave the file out, or write it again"
         )
     size = path.stat().st_size
     pairs = size // (2 * U2.itemsize)
@@ -141,14 +143,15 @@ def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
     upper = np.append(first[1::2], last[1::2])
     if pairs and (upper < 4).all():  # as the upper halves of ids are
         raise ValueError(
-            f"{path} holds token ids of more than 16 bits without a header: write them as llm.c does for Llama 3, or as uint16"
+            f"{path} holds token ids of more than 16 bits without a header: write them as llm.c "
+            "does for Llama 3, or as uint16"
         )
     # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
     return U2, math.ceil(size / U2.itemsize), 0
 
 
 def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
-    """Returns the tokenizer's entry in the manifest, the dtype and the parts of the files `names` that datatrove wrote."""
+    """Returns the tokenizer's manifest entry, the dtype and the parts of datatrove's files."""
     sizes = {}
     kinds = set()
     for name in names:
@@ -158,7 +161,8 @@ def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, lis
             kinds.add(kind)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(
-                f"{folder / name} has no readable {name}.metadata, which names its tokenizer: let datatrove finish"
+                f"{folder / name} has no readable {name}.metadata, which names its tokenizer: let "
+                "datatrove finish"
             ) from error
     if len(kinds) > 1:
         raise ValueError(
@@ -180,8 +184,10 @@ def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, lis
 
 @functools.lru_cache(maxsize=4)
 def named_tokenizer(name: str, folder: Path, begins: bool = False) -> dict:
-    """Returns the manifest's entry of `find_tokenizer`, with the token that follows each document, or
-    that `begins` it."""
+    """Returns the manifest entry of a tokenizer that `find_tokenizer` loads.
+
+    `end_of_text` is the token that begins each document if `begins`, else the one that follows it.
+    """
     if name in GPT2_NAMES:
         return GPT2
     tokenizer = find_tokenizer(name, folder)
@@ -192,7 +198,7 @@ def named_tokenizer(name: str, folder: Path, begins: bool = False) -> dict:
 def tokenizer_entry(
     tokenizer: "PreTrainedTokenizerBase", name: str, marks: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the manifest's entry of a tokenizer; `marks` is the token between documents, if any."""
+    """Returns the manifest entry of a tokenizer; `marks` holds the token between documents."""
     return {
         "name": name,
         "vocab_size": len(tokenizer),
@@ -202,8 +208,11 @@ def tokenizer_entry(
 
 
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer in `folder`, if there is one, else the one called `name`: GPT-2's, that of a directory or Hub
-    id, or a `tokenizer.json`. Raises `FileNotFoundError` if it is not found, and the errors of `load_tokenizer`."""
+    """Loads the tokenizer in `folder` if there is one, else the tokenizer called `name`.
+
+    `name` is GPT-2's, a directory, a Hub id or a `tokenizer.json`. Raises `FileNotFoundError` if it
+    is not found, and the errors of `load_tokenizer`.
+    """
     if folder.is_dir():
         return load_tokenizer(folder)
     if name in GPT2_NAMES:

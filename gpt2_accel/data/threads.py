@@ -11,8 +11,8 @@ def in_order(
 ) -> Generator[Any]:
     """Yields the results of `function` for the items, in their order, from `workers` threads.
 
-    At most `ahead` results are computed before they are asked for. An error is raised in place of its result. The threads
-    end with the iteration, also if that is closed early.
+    At most `ahead` results are computed before they are requested. An error is raised in place of
+    its result. The threads end with the iteration, also if that is closed early.
     """
     upcoming: deque[Future] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="in_order")

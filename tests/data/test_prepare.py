@@ -489,7 +489,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
         patch.setattr(TextWriter, "encode", changing)
         patch.setattr("gpt2_accel.data.prepare.GROUP", 1)
         patch.setattr(documents, "CHUNK", 500)
-        with pytest.raises(ChangedSource, match=f"{name} has changed .* starts anew"):
+        with pytest.raises(ChangedSource, match=f"{name} has changed .* from the beginning"):
             made(sources_of(folder), tmp_path / "d", shard_tokens=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     made(sources_of(folder), tmp_path / "d")
