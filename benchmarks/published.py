@@ -14,7 +14,7 @@ import pandas as pd
 from table import markdown
 
 from gpt2_accel.tools.study import compare
-from gpt2_accel.tools.study.scaling import LEVEL, fit
+from gpt2_accel.tools.study.scaling import LEVEL, fit_law
 
 # Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
 LAWS = (
@@ -94,7 +94,7 @@ def law_column(
     own = away.min(1) < 0.05  # whole updates
     of = np.array(budgets)[away.argmin(1)[own]]
     N, D, losses = runs.loc[own, ["parameters", "tokens", "loss"]].to_numpy(float).T
-    found = fit(N, D, losses, of)
+    found = fit_law(N, D, losses, of)
     residuals = losses - found.loss(N, D)
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     return {

@@ -16,7 +16,7 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
 from gpt2_accel.runtime.files import write_file
-from gpt2_accel.tools.study.compare import compare, dry_run, read_study
+from gpt2_accel.tools.study.compare import compare, preview, read_study
 from gpt2_accel.tools.study.runs import StudyOptions
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     queue = config.queue(f"runs/{path.stem}")
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:
-        print(dry_run(study, queue))
+        print(preview(study, queue))
         return
     text = compare(study, queue)
     written = queue.folder / "study.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.runtime.options import Parser
-from gpt2_accel.tools.report import Run, write_report
+from gpt2_accel.tools.report import RunFolder, write_report
 
 
 def parse_options() -> argparse.Namespace:
@@ -20,14 +20,14 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, its --output_dir")
     parser.add_argument(
-        "--output_dir", help="where to write; default the folder report of the first"
+        "--output_dir", help="folder of the report; default report/ in the first RUN"
     )
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_options()
-    runs = [Run(folder) for folder in options.runs]
+    runs = [RunFolder(folder) for folder in options.runs]
     path = write_report(runs, options.output_dir or Path(options.runs[0]) / "report")
     print(f"{path} and {len(list(path.parent.glob('*.png')))} PNGs beside it")
 

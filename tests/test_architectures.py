@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import pipeline
 
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.tools.report import Run, write_report
+from gpt2_accel.tools.report import RunFolder, write_report
 
 SIZES = {"n_embd": 48, "n_head": 6}
 
@@ -56,7 +56,7 @@ def test_final_model_opens_everywhere(architecture, trained):
     model, tokenizer = load(str(trained))
     [sample] = complete(model, tokenizer, ["the "], Sampling(8, temperature=0.0, num_samples=1))
     assert sample.prompt + sample.text == text
-    assert write_report([Run(trained)], trained / "report").exists()
+    assert write_report([RunFolder(trained)], trained / "report").exists()
 
 
 def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path, monkeypatch):

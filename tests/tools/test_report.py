@@ -13,8 +13,7 @@ from conftest import read_json, refused, run, tiny_config
 from launching import python
 
 from gpt2_accel.runtime.files import write_json
-from gpt2_accel.tokenizer import GPT2_FINGERPRINT
-from gpt2_accel.tools.report import Run, draw, report_of, write_report
+from gpt2_accel.tools.report import RunFolder, draw, report_of, write_report
 
 pytest.importorskip("matplotlib")
 
@@ -77,7 +76,7 @@ def test_the_newest_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     newer |= {"text/perplexity_per_token": 12345.6, "text/loss": None}
     for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
         write_json(place / "evaluation.json", {"model": {**entry, "results": results}})
-    first, second = Run(folder), Run(runs / "second")
+    first, second = RunFolder(folder), RunFolder(runs / "second")
     page = report_of([first, second])[0]
     assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page and "0.1250" in page
     assert "text/perplexity_per_token" in page and "12,346" in page
@@ -85,32 +84,11 @@ def test_the_newest_results_of_evaluate_stand_in_the_report(runs, tmp_path):
     assert "perplexity_per_token" not in report_of([first, second])[0]
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json does not hold evaluations"):
-        Run(folder)
-
-
-def test_published_results_stand_beside_runs_with_their_tokens_and_data_only(runs):
-    first = Run(runs / "first")
-    for number, line in enumerate(first.lines):
-        line["hellaswag/acc_norm_per_token"] = 0.25 + number / 1000
-
-    def shown() -> set[str]:
-        page = report_of([first])[0]
-        lines = ("GPT-2 124M: 3.12", "1558M: 2.54", "GPT-2 124M: 0.2955", "GPT-3 124M: 0.337")
-        return {line for line in lines if line in page}
-
-    assert shown() == set()  # bytes
-    first.metadata["tokenizer"] = GPT2_FINGERPRINT
-    assert shown() == {"GPT-2 124M: 0.2955", "GPT-3 124M: 0.337"}
-    first.metadata["data"] = "Skylion007/openwebtext (9,035,582,489 tokens)"
-    assert len(shown()) == 4
-    low, high = report_of([first])[1]["loss"].axes[0].get_ylim()
-    assert low < 2.54 < 3.12 < high
-    first.settings["hellaswag_data"] = "mine.jsonl"
-    assert shown() == {"GPT-2 124M: 3.12", "1558M: 2.54"}
+        RunFolder(folder)
 
 
 def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
-    first = Run(runs / "first")
+    first = RunFolder(runs / "first")
     lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").open()]
     tokens, loss = first.curve("train/loss", "tokens")
     assert loss == [line["train/loss"] for line in lines]
@@ -128,7 +106,7 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
         [axes] = draw([first, second], [])["loss"].axes
         return [list(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata())]
 
-    first, second = Run(runs / "first"), Run(runs / "second")
+    first, second = RunFolder(runs / "first"), RunFolder(runs / "second")
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second])[0]
@@ -151,7 +129,7 @@ def test_curves_of_any_length_fill_their_axes(updates, tmp_path):
     lines[-1] |= {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01}
     changes = ["a 1 -> 2 from update 8", "b"]
     write_json(tmp_path / "run.json", {"run_id": "", "flops_per_token": 8.6e8, "changes": changes})
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     run.lines = lines
     table, pictures = report_of([run])
     names = {
@@ -191,23 +169,23 @@ def test_a_report_is_made_of_what_is_there(runs, tmp_path):
         file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n{"step": 63, "tok')
     report(starting, running, "--output_dir", tmp_path / "out")
     assert "</svg>" in (tmp_path / "out/report.html").read_text()
-    curve = Run(running).curve("train/loss", "tokens")[1]
+    curve = RunFolder(running).curve("train/loss", "tokens")[1]
     assert len(curve) == 60 and all(map(math.isfinite, curve))
     (running / "run.json").write_bytes(b"\xff{")
     with refused("run.json is not valid YAML"):
-        Run(running)
+        RunFolder(running)
 
 
 def test_a_folder_that_is_not_a_runs_is_refused(tmp_path):
-    with refused("none is not a folder: give that of a run"):
-        Run(tmp_path / "none")
+    with refused("none is not a folder: give the --output_dir"):
+        RunFolder(tmp_path / "none")
     for name, content in (("config.yaml", "debug: true\n"), ("config.json", "{}")):
         (tmp_path / name).write_text(content)
-        with refused("holds nothing of a run: give the --output_dir of one"):
-            Run(tmp_path)
+        with refused("does not contain a run: give the --output_dir of a run"):
+            RunFolder(tmp_path)
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with refused(r"pip install 'matplotlib>=3.9'"):
-        write_report([Run(runs / "first")], runs / "out")
+        write_report([RunFolder(runs / "first")], runs / "out")

@@ -1,1 +1,1 @@
-"""Studies: grids of runs that resume, comparisons with intervals, tuning."""
+"""Studies: grids of runs, comparisons with intervals, tuning, scaling laws."""

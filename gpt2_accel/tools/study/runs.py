@@ -1,9 +1,8 @@
-"""The queue that trains the runs of a study, several at a time, and the table `runs.csv` that
-records them.
+"""Trains the runs of a study, several at a time, and records them in its table `runs.csv`.
 
-A study has a folder. Each run is a subprocess, `python RECIPE --SETTING VALUE …`, with a folder
-below `runs/` and a lock. Several drivers, also on several machines, may share the folder of a
-study: a driver trains the runs whose lock it gets.
+Each run is a subprocess, `python RECIPE --SETTING VALUE …`, with a folder in `runs/` and a lock.
+Several drivers, also on several machines, may share the folder of a study: a driver trains the runs
+whose lock it gets.
 """
 
 import csv
@@ -38,8 +37,8 @@ from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import DRIVER, StopRequest
 from gpt2_accel.tools.study.trials import Trial, arguments, code_of
 
-PAUSE = 0.5  # seconds between looks at a run, or at its lock
-GRACE = 30.0  # seconds in which a run that has to stop may save a checkpoint
+PAUSE = 0.5  # seconds between checks of a run or its lock
+STOP_SECONDS = 30.0  # from SIGTERM to SIGKILL: a run that stops may save a checkpoint
 COLUMNS = [
     "id",
     "settings",
@@ -54,11 +53,11 @@ COLUMNS = [
 Row = Mapping[str, Any]  # of the table, by `COLUMNS`
 
 
-def read_run(trial: Trial, folder: Path) -> Row | None:
+def result_row(trial: Trial, folder: Path) -> Row | None:
     """Returns the row of the run in `folder`; None if it neither finished nor diverged.
 
-    `loss` is the val/loss after the last update in nats per token, infinite if the run diverged.
-    There is no time in a row: a run that was killed and continued has the same one.
+    `loss` is the val/loss after the last update in nats per token, infinite if the run diverged. A
+    row has no times, so a run that was killed and continued has the same row.
     """
     status = read_status(folder)
     lines = read_json_lines(folder / "metrics.jsonl")
@@ -69,23 +68,22 @@ def read_run(trial: Trial, folder: Path) -> Row | None:
         return None
     settings = {n: v for n, v in trial.changes.items() if n not in INERT or n == "data_dir"}
     tokens = line.get("tokens", 0)
-    values = (
-        trial.id,
-        json.dumps(settings, sort_keys=True),
-        trial.shape.parameter_count,
-        status["step"],
-        tokens,
-        float(tokens * trial.flops_per_token),
-        line["val/loss"],
-        line.get("val/bits_per_byte"),
-        trial.code,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+    return {
+        "id": trial.id,
+        "settings": json.dumps(settings, sort_keys=True),
+        "parameters": trial.shape.parameter_count,
+        "updates": status["step"],
+        "tokens": tokens,
+        "flops": float(tokens * trial.flops_per_token),
+        "loss": line["val/loss"],
+        "bits_per_byte": line.get("val/bits_per_byte"),
+        "code": trial.code,
+    }
 
 
 def read_table(path: Path) -> dict[str, Row]:
-    """Returns the rows of a CSV file by id; empty if there is no such file. Raises `ValueError` for
-    a damaged row."""
+    """Returns the rows of a CSV file by id; empty if the file does not exist. Raises `ValueError`
+    for a damaged row."""
     text = path.read_text("utf-8", "replace") if path.exists() else ""
     rows: dict[str, Row] = {}
     for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
@@ -101,8 +99,7 @@ def read_table(path: Path) -> dict[str, Row]:
 
 
 def write_table(path: Path, rows: Iterable[Row]) -> None:
-    """Writes the CSV file atomically, in the order of the settings, so that the same runs give the
-    same file."""
+    """Writes the CSV file atomically, sorted by settings: the same runs give the same file."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -115,8 +112,8 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
 
 @dataclass
 class StudyOptions:
-    """Options that a study's recipe has beside its own. Raises `ValueError` for a value out of its
-    range."""
+    """Options of every recipe that runs a study. Raises `ValueError` for a value out of range, a
+    launch of several processes, or if scipy is missing."""
 
     output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
     processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
@@ -127,8 +124,8 @@ class StudyOptions:
         count = int(os.environ.get("WORLD_SIZE", 1))
         if count > 1:
             raise ValueError(
-                f"the launch has {count} processes: a study has one, and starts a run on each GPU "
-                "itself"
+                f"the launch has {count} processes: start a study with one; it trains a run on "
+                "each GPU"
             )
         if find_spec("scipy") is None:
             raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")
@@ -139,8 +136,8 @@ class StudyOptions:
 
 
 def slots() -> list[str]:
-    """Returns where one run at a time trains: the number or UUID of each visible GPU, or an empty
-    text for each CPU core if there is no GPU or the launch is for the CPU."""
+    """Returns the places for runs, one run at a time in each: the number or UUID of each visible
+    GPU, or "" for each CPU core if there is no GPU or the launch is for the CPU."""
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     count = 0 if on_cpu else accelerator_count()
     if not count:
@@ -151,11 +148,10 @@ def slots() -> list[str]:
 
 @dataclass
 class Queue:
-    """Trains runs in `folder`, one in each of `slots`, and records them in its `runs.csv`. A run in
-    this table is done.
+    """Trains runs in `folder`, one at a time in each of `slots`, and records them in its
+    `runs.csv`. A run in this table is done, and its weights and checkpoints are removed.
 
-    The weights and checkpoints of a recorded run are removed. `rows` has the recorded runs by id,
-    `failed` the ids of those that failed.
+    `rows` has the recorded runs by id, `failed` the ids of the runs that failed.
     """
 
     folder: Path
@@ -172,7 +168,7 @@ class Queue:
 
     def metric(self, trial: Trial, name: str = "loss", missing: float = math.inf) -> float:
         """Returns the `loss` or `bits_per_byte` of a trial: infinite if it diverged, `missing` if
-        it has no row. Raises `ValueError` if the data's bytes are unknown."""
+        it is not recorded. Raises `ValueError` if it has no `bits_per_byte`."""
         row = self.rows.get(trial.id)
         if row is None:
             return missing
@@ -183,18 +179,22 @@ class Queue:
         return float(value)
 
     def caveats(self, trials: Sequence[Trial]) -> list[str]:
-        """Returns a remark on those of the trials that other code recorded, if there are any."""
+        """Returns a remark if other code recorded some of the trials."""
         codes = [self.rows[t.id].get("code") for t in trials if t.id in self.rows]
         other = len(codes) - codes.count(trials[0].code)
-        remark = f"{other} of {len(codes)} runs were recorded by another version of the recipe or gpt2_accel"
-        return [remark] if other else []
+        if not other:
+            return []
+        return [
+            f"{other} of {len(codes)} runs were recorded by another version of the recipe or of "
+            "gpt2_accel"
+        ]
 
     def run(self, trials: Iterable[Trial]) -> None:
-        """Trains the trials that are left, or waits until other drivers have.
+        """Trains the trials that are left, or waits until other drivers have trained them.
 
-        A run that fails is named, and the others go on. A signal stops the runs with their
-        checkpoints and raises `KeyboardInterrupt`. Raises `OSError` if the folder cannot be
-        written, and `ValueError` if the code changes.
+        Reports a run that fails and continues with the others. After a signal the runs save a
+        checkpoint and stop, and it raises `KeyboardInterrupt`. Raises `OSError` if the folder
+        cannot be written, `ValueError` if the code has changed.
         """
         trials = self.left(trials)
         if not trials:
@@ -215,8 +215,8 @@ class Queue:
             worker.result()  # raises what the worker has raised
 
     def _work(self, trials: Sequence[Trial], slot: str, stop: StopRequest) -> None:
-        """Trains trials in a slot, until none is left. Leaves those that another worker has locked
-        to it."""
+        """Trains trials in a slot until none is left. Skips trials that another worker has
+        locked."""
         while self.left(trials) and stop.reason is None:
             for trial in self.left(trials):
                 with suppress(Timeout), self._lock(trial.id, 0):
@@ -226,29 +226,30 @@ class Queue:
             time.sleep(PAUSE)
 
     def _lock(self, name: str, timeout: float = -1) -> FileLock:
-        """Returns a lock among all workers of the study."""
+        """Returns a lock that all workers of the study share."""
         return FileLock(self.folder / f"runs/.{name}.lock", timeout)
 
     def _finish(self, trial: Trial, slot: str, stop: StopRequest) -> None:
-        """Trains a locked trial, unless its folder has the result of another driver, and records
-        it. A run that other code has trained in part starts anew, in another folder.
+        """Trains a locked trial, unless its folder already has the result, and records it. A run
+        that other code has begun starts from scratch in another folder.
 
-        Raises `Timeout` if the process of a dead driver still trains it, and `ValueError` if the
-        code has changed."""
+        Raises `Timeout` if the process of a dead driver still trains it, `ValueError` if the code
+        has changed.
+        """
         end = f"{trial.id}-{trial.code}"
         name = re.sub(r"[^\w.+=-]+", "_", trial.label)
         folder = next(self.folder.glob(f"runs/*-{end}"), self.folder / f"runs/{name}-{end}")
-        row = read_run(trial, folder)
+        row = result_row(trial, folder)
         if row is None:
             if code_of(trial.recipe) != trial.code:
-                raise ValueError("the recipe or gpt2_accel has changed: start the study again")
+                raise ValueError("the recipe or gpt2_accel has changed: restart the study")
             folder.mkdir(exist_ok=True)
             FileLock(folder / LOCK, 0).acquire().lock.release()
             process = start(trial, folder, slot)
             while process.poll() is None and stop.reason is None:
                 time.sleep(PAUSE)
             end_process(process)
-            row = read_run(trial, folder)
+            row = result_row(trial, folder)
         if row is not None:
             with self._lock("table"):
                 self.rows |= read_table(self.table) | {trial.id: row}
@@ -278,43 +279,43 @@ class Queue:
         return markdown(heads, rows)
 
     def forecast(self, trials: Sequence[Trial]) -> str:
-        """Returns the table of the trials, and the FLOPs of those that are left."""
+        """Returns the table of the trials, and the FLOPs of the trials that are left."""
         left = self.left(trials)
         total = sum(trial.flops for trial in left)
         return f"{self.runs_table(trials)}\n\n{len(left)} runs are not recorded: {total:.3g} FLOPs"
 
 
 def start(trial: Trial, folder: Path, gpu: str) -> subprocess.Popen:
-    """Starts a trial in `folder`, where it resumes. Its output is appended to `log.txt`. It stops
-    when this process ends."""
+    """Starts or resumes a trial in `folder` and appends its output to `log.txt`. It stops when this
+    process ends."""
     command = [sys.executable, str(trial.recipe)]
     command += arguments(trial.changes, folder)
-    place = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    device = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     if gpu:
-        place = {"CUDA_VISIBLE_DEVICES": gpu}
+        device = {"CUDA_VISIBLE_DEVICES": gpu}
     with open(folder / "log.txt", "ab") as log:
         return subprocess.Popen(
             command,
-            env=os.environ | place | {DRIVER: str(os.getpid())},
+            env=os.environ | device | {DRIVER: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C reaches this process only, which stops its runs
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
         )
 
 
 def end_process(process: subprocess.Popen) -> None:
-    """Ends a run, with a checkpoint if it saves it within `GRACE` seconds, and waits for its end."""
+    """Stops a process and waits for its end; it has `STOP_SECONDS` to save a checkpoint."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
+        process.wait(STOP_SECONDS)
     process.kill()
     process.wait()
 
 
 def failure(folder: Path, code: int) -> str:
-    """Returns why a run has no result, by the exit code of its process: the last line of its
-    output, and where that is."""
+    """Returns why a process with this exit code has no result, and the path of its output: the
+    signal that killed it, or the last line of its output."""
     log = folder / "log.txt"
     lines = re.findall(r".*\w.*", log.read_text("utf-8", "replace"))
     reason = lines[-1] if lines else f"exit code {code}"

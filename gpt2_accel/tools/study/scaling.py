@@ -1,8 +1,8 @@
-"""Scaling laws: trains sizes with equal FLOPs, fits L(N, D) = E + A/N^alpha + B/D^beta to all runs,
-and predicts a larger one.
+"""Scaling laws: trains models of several sizes with equal FLOPs, fits L(N, D) = E + A/N^alpha +
+B/D^beta to all runs, and predicts a larger run.
 
-L is the loss in nats per token of N parameters, all of them, after D tokens (Hoffmann et al., 2022,
-arXiv:2203.15556: the sizes are those of approach 2, the fit is approach 3). N, D and the losses are
+L is the loss in nats per token, N the number of all parameters, D the number of tokens (Hoffmann et
+al., 2022, arXiv:2203.15556: sizes as in approach 2, the fit as in approach 3). N, D and losses are
 float64 arrays of shape (runs,).
 """
 
@@ -24,29 +24,30 @@ from gpt2_accel.tools.study.trials import Trial, arguments
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# From 64 on four in each doubling.
+# Four in each doubling from 64 on.
 WIDTHS = [16, 32, 48]
 for doubling in range(7):
     WIDTHS += [quarter * 16 * 2**doubling for quarter in (4, 5, 6, 7)]
 WIDTHS.append(8192)
-SIZES = 7  # of each budget
-TOKENS_PER_PARAMETER = 20  # of the middle one of them
-FEWEST_UPDATES = 20  # of a run that a law can learn from
+SIZES = 7  # per budget
+TOKENS_PER_PARAMETER = 20  # of the middle size
+FEWEST_UPDATES = 20  # of a run
 FEWEST_RUNS = 8  # for a fit
 FEWEST_BUDGETS = 2
-MAX_EPOCHS = 4.0  # up to which repeated data is about as good as new (Muennighoff et al., 2023, arXiv:2305.16264)
+# Data that is repeated more often is worth less (Muennighoff et al., 2023, arXiv:2305.16264).
+MAX_EPOCHS = 4.0
 # At a width of 64 and 2,048 tokens per update. It falls as width^-WIDTH_EXPONENT, as measured at
 # widths of 32 to 128 with 1M tokens (docs/scaling.md).
 LEARNING_RATE = 0.0165
 WIDTH_EXPONENT = 0.5
 WEIGHT_DECAY = 0.3  # of a run of 2M tokens with 2,048 per update
 BATCH_EXPONENT = 0.383  # the batch grows as tokens^BATCH_EXPONENT
-TOKENS = 2_000_000  # of the run for which rate, decay and batch are meant
+TOKENS = 2_000_000  # of the reference run, to which rate, decay and batch belong
 BATCH = 2048
 WIDTH = 64
 WARMUP_SHARE = 0.01  # share of the updates
 STARTS = list(itertools.product((0.2, 0.4, 0.8), repeat=2))  # of alpha and beta
-LEAST = 0.02  # of both
+LEAST = 0.02  # bounds of alpha and beta
 MOST = 3.0
 EXACT = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14, "max_nfev": 10_000}
 ZERO = 1e-6  # nats below which a term of the law counts as 0
@@ -56,27 +57,29 @@ FIXED = {"optimizer": "muon", "lr_schedule": "linear", "min_lr_ratio": 0.0, "bet
 
 
 def size_of(width: int) -> dict[str, int]:
-    """Returns the settings of a width: a layer per 64 of it but at least two, heads of 16 channels
-    up to a width of 256 and of 64 above."""
+    """Returns the settings of a width: one layer per 64 channels, at least two; heads of 16
+    channels up to a width of 256, of 64 above."""
     head = 16 if width <= 256 else 64
     return {"n_layer": max(2, round(width / 64)), "n_head": width // head, "n_embd": width}
 
 
 def batch_for(tokens: float, length: int) -> int:
-    """Returns the tokens per update of a run of `tokens` tokens in sequences of `length`: they grow
-    as tokens^0.383 (Bergsma et al., 2025, arXiv:2505.13738), rounded to a power of two of
-    sequences."""
+    """Returns the tokens per update of a run of `tokens` tokens in sequences of `length` tokens.
+
+    The batch grows as tokens^0.383 (Bergsma et al., 2025, arXiv:2505.13738), rounded to a power of
+    two sequences.
+    """
     sequences = BATCH / length * (tokens / TOKENS) ** BATCH_EXPONENT
     return length * 2 ** max(0, round(math.log2(sequences)))
 
 
 def settings_for(width: int, tokens: float, batch: int, learning_rate: float) -> dict[str, Any]:
-    """Returns the settings of a run of about `tokens` tokens, `batch` of them per update.
+    """Returns the settings of a run of about `tokens` tokens, `batch` tokens per update.
     `learning_rate` is the peak at a width of 64 with 2,048 tokens per update.
 
-    The rate grows as the square root of the batch (Malladi et al., 2022, arXiv:2205.10287) and the
-    inverse root of the width; the decay grows as the square root of the batch and falls as the
-    tokens, as in nanochat.
+    The rate is proportional to the square root of the batch (Malladi et al., 2022,
+    arXiv:2205.10287) and inversely to that of the width. The weight decay is proportional to the
+    square root of the batch and inversely to the tokens, as in nanochat.
     """
     updates = max(1, round(tokens / batch))
     root = math.sqrt(batch / BATCH)
@@ -92,13 +95,13 @@ def settings_for(width: int, tokens: float, batch: int, learning_rate: float) ->
 
 @dataclass
 class Law:
-    """A law that was fitted to runs.
+    """A fitted law.
 
-    `values` are E, a, alpha, b, beta of the loss E + a (N/N0)^-alpha + b (D/D0)^-beta, `centre` is
-    (N0, D0). `covariance`, (5, 5), is that of `values`, to first order. `spread` is the standard
-    deviation of the residuals in nats, with `free` degrees of freedom. `form` is the p-value of the
+    `values` are E, a, alpha, b, beta of the loss E + a (N/N0)^-alpha + b (D/D0)^-beta; `centre` is
+    (N0, D0). `covariance` of `values`, (5, 5), is a first-order estimate. `spread` is the standard
+    deviation of the residuals in nats, with `free` degrees of freedom. `form` is the p-value of an
     analysis of variance of the residuals by budget. The fit absorbs some of the differences between
-    budgets, so a right form is refused in less than 5% of studies.
+    budgets, so less than 5% of the studies refuse a right form.
     """
 
     values: np.ndarray
@@ -110,7 +113,7 @@ class Law:
 
     @property
     def law(self) -> dict[str, float]:
-        """E, A, alpha, B, beta of the loss E + A/N^alpha + B/D^beta."""
+        """E, A, alpha, B and beta of the loss E + A/N^alpha + B/D^beta."""
         E, a, alpha, b, beta = self.values.tolist()
         N0, D0 = self.centre.tolist()
         return {"E": E, "A": a * N0**alpha, "alpha": alpha, "B": b * D0**beta, "beta": beta}
@@ -121,8 +124,10 @@ class Law:
         return centred((N / N0, D / D0), *self.values)
 
     def half_width(self, N: float, D: float) -> float:
-        """Returns half the width of the 95% interval of the loss of one run, if the form holds:
-        Student's t, with the uncertainty of the law to first order, and a run's noise."""
+        """Returns half the width of the 95% interval of the loss of a run, if the form holds.
+
+        Student's t, with the first-order uncertainty of the law and the noise of one run.
+        """
         from scipy.optimize import approx_fprime
         from scipy.stats import t
 
@@ -138,10 +143,11 @@ def centred(ratios: Any, E: float, a: float, alpha: float, b: float, beta: float
     return E + a * n**-alpha + b * d**-beta
 
 
-def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> Law:
-    """Fits a law to runs, whose `budgets` are in FLOPs: the least squared residuals over all
-    `STARTS`. Parabolas through runs of equal FLOPs would be biased even without noise
-    (arXiv:2603.22339)."""
+def fit_law(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -> Law:
+    """Fits a law to runs with `budgets` in FLOPs by least squares, the best fit from all `STARTS`.
+
+    Parabolas through runs of equal FLOPs are biased even without noise (arXiv:2603.22339).
+    """
     from scipy.optimize import curve_fit
     from scipy.stats import f_oneway
 
@@ -152,8 +158,8 @@ def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -
 
     fits = []
     for alpha, beta in STARTS:
-        first = (third, third, alpha, third, beta)
-        values, covariance = curve_fit(centred, ratios, losses, first, bounds=limits, **EXACT)
+        start = (third, third, alpha, third, beta)
+        values, covariance = curve_fit(centred, ratios, losses, start, bounds=limits, **EXACT)
         residuals = losses - centred(ratios, *values)
         fits.append((float(residuals @ residuals), values, covariance, residuals))
     squares, values, covariance, residuals = min(fits, key=lambda found: found[0])
@@ -164,12 +170,12 @@ def fit(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarray) -
 
 @dataclass
 class Grid:
-    """The runs of a scaling study: for each of `budgets`, in FLOPs, `sizes` of `WIDTHS`, which
-    `queue` trains.
+    """The runs of a scaling study, which `queue` trains: `sizes` of `WIDTHS` for each of `budgets`,
+    in FLOPs.
 
-    `base` is the trial that all runs share, `learning_rate` that of `settings_for`. Raises
-    `ValueError` for a run with fewer than `FEWEST_UPDATES`, or that reads the data more than
-    `max_epochs` times.
+    All runs derive from the trial `base`; `learning_rate` is that of `settings_for`. Raises
+    `ValueError` if a run has fewer than `FEWEST_UPDATES` or reads the data more than `max_epochs`
+    times.
     """
 
     base: Trial
@@ -185,8 +191,8 @@ class Grid:
         self.runs = list(itertools.chain.from_iterable(self.by_budget.values()))
 
     def trial(self, width: int, budget: float, **changes: Any) -> Trial:
-        """Returns the run of a width with the tokens that a budget pays for, in whole updates, and
-        other changed settings."""
+        """Returns the run of a width with as many full updates as a budget allows, and other
+        changed settings."""
         label = f"{budget:.3g}-width{width}"
         sized = self.base.changed(label, **size_of(width), **changes)
         tokens = budget / sized.flops_per_token
@@ -194,7 +200,7 @@ class Grid:
         return sized.changed(label, **settings_for(width, tokens, batch, self.learning_rate))
 
     def runs_of(self, budget: float) -> list[Trial]:
-        """Returns the runs of a budget, from the smallest: around `TOKENS_PER_PARAMETER`."""
+        """Returns the runs of a budget, the smallest first, around `TOKENS_PER_PARAMETER`."""
         trials = [self.trial(width, budget, **QUIET) for width in WIDTHS]
         ratios = [t.tokens / (TOKENS_PER_PARAMETER * t.shape.parameter_count) for t in trials]
         middle = int(np.argmin(np.abs(np.log(ratios))))
@@ -206,18 +212,18 @@ class Grid:
             if updates < FEWEST_UPDATES or epochs > self.max_epochs:
                 raise ValueError(
                     f"run {trial.label} has {updates} updates and reads the data {epochs:.2g} "
-                    f"times, and a run needs {FEWEST_UPDATES} updates and may read it "
+                    f"times, but a run needs {FEWEST_UPDATES} updates and may read the data "
                     f"{self.max_epochs:g} times: prepare more text, change --budgets or --sizes, "
                     "or raise --max_epochs"
                 )
         return chosen
 
     def epochs(self, trial: Trial) -> float:
-        """Returns how often a run reads the training data."""
+        """Returns how many times a run reads the training data."""
         return trial.tokens / self.data_tokens
 
     def points(self) -> np.ndarray:
-        """Returns parameters, tokens, loss and budget of each run with a loss, of shape (4, runs)."""
+        """Returns parameters, tokens, loss and budget of each run with a finite loss, (4, runs)."""
         rows = []
         for budget, trials in self.by_budget.items():
             for trial in trials:
@@ -227,23 +233,23 @@ class Grid:
         return np.array(rows, float).reshape(-1, 4).T
 
     def train(self) -> Law | None:
-        """Trains the runs and fits a law to those with a loss; returns None if they are too few for
-        a fit."""
+        """Trains the runs and fits a law to those with a finite loss; returns None if there are too
+        few."""
         self.queue.run(self.runs)
         points = self.points()
         if points.shape[1] < FEWEST_RUNS or len(set(points[3])) < FEWEST_BUDGETS:
             return None
-        return fit(*points)
+        return fit_law(*points)
 
     def best(self, law: Law, flops: float) -> Trial:
-        """Returns the run of the lowest loss by a law with `flops` FLOPs."""
+        """Returns the run of `flops` FLOPs with the lowest loss by a law."""
         trials = [self.trial(width, flops) for width in WIDTHS]
         losses = [law.loss(t.shape.parameter_count, flops / t.flops_per_token) for t in trials]
         return trials[int(np.argmin(losses))]
 
     def text(self, law: Law | None, target: float | None) -> str:
-        """Returns the outcome as Markdown: the law, its remarks, with the best run of `target`
-        FLOPs, the runs."""
+        """Returns the outcome as Markdown: the law, remarks, with `target` also the best run of so
+        many FLOPs, and a table of the runs."""
         parts = ["Law"]
         lines = []
         if law is None:
@@ -256,18 +262,18 @@ class Grid:
             parts.append(markdown(("law", "value"), rows))
             lines.append(
                 f"p = {law.form:.2g} that the residuals of all budgets have the same mean: below "
-                f"{LEVEL} the form of the law does not hold over its own runs, so do not extrapolate "
-                "it; add a larger budget and leave out the smallest"
+                f"{LEVEL} the law does not fit its own runs, so do not extrapolate it; add a "
+                "larger budget and leave out the smallest"
             )
-            lines.append(f"the residuals spread by {law.spread:.4f} nats")
+            lines.append(f"standard deviation of the residuals: {law.spread:.4f} nats")
             if target:
                 lines += self.target_remarks(law, target)
         for budget, trials in self.by_budget.items():
             lowest = min(trials, key=self.queue.metric)
             if lowest in (trials[0], trials[-1]):
                 lines.append(
-                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the end of the "
-                    "sizes: its minimum is not certain: give other --sizes or --budgets"
+                    f"with {short_number(budget, True)} FLOPs the lowest loss is at the smallest "
+                    "or largest size, so the minimum is uncertain: give other --sizes or --budgets"
                 )
         lines += self.queue.caveats(self.runs)
         parts.append("\n".join(f"- {line}" for line in lines))
@@ -275,8 +281,8 @@ class Grid:
         return "\n\n".join(parts)
 
     def target_remarks(self, law: Law, flops: float) -> list[str]:
-        """Returns the best run with `flops` FLOPs, its predicted loss, and its command, or that
-        there is none."""
+        """Returns the best run with `flops` FLOPs, its predicted loss and its command, or that a
+        best size does not exist."""
         if min(law.values[[1, 3]]) < ZERO:
             return ["the law has no best size, since a term is 0: add a larger budget"]
         run = self.best(law, flops)
@@ -284,22 +290,24 @@ class Grid:
         N = run.shape.parameter_count
         D = run.tokens
         epochs = self.epochs(run)
-        sure = "without an interval"
+        interval = "without an interval"
         if law.form >= LEVEL:
-            sure = f"95% interval ± {law.half_width(N, D):.4f}"
+            interval = f"95% interval ± {law.half_width(N, D):.4f}"
         lines = [
             f"the best run with {short_number(flops, True)} FLOPs, {flops / self.budgets[-1]:.3g} "
             f"times the largest budget, has {short_number(N)} parameters and {short_number(D)} "
-            f"tokens, {epochs:.2g} times the data: val/loss {law.loss(N, D):.4f}, {sure}, by "
-            "these settings and on this text",
+            f"tokens, {epochs:.2g} times the data: val/loss {law.loss(N, D):.4f}, {interval}, with "
+            "these settings and this text",
             f"train it: gpt2-accel {run.recipe.stem} {command}",
         ]
         if epochs > self.max_epochs:
-            lines.append("the law knows no repetition of data: prepare more text for the best run")
+            lines.append(
+                "the law does not describe repeated data: prepare more text for the best run"
+            )
         return lines
 
     def figure(self, law: Law | None) -> "Figure":
-        """Draws the loss over the size for each budget, with the law's."""
+        """Draws the loss of each run over its size, by budget, and the law's loss as lines."""
         figure, ax = new_figure(
             "val/loss in nats per token by budget in FLOPs; lines: the fitted law"
         )

@@ -1,4 +1,4 @@
-"""A run of a study: its settings, as the recipe resolves them, and its identity."""
+"""A run of a study: its settings, resolved by the recipe, and its identity."""
 
 import hashlib
 import io
@@ -24,8 +24,7 @@ from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import digest
 
 PACKAGE = Path(gpt2_accel.__file__).parent
-# Launch options that affect results. Runs have those of this process, which `accelerate launch`
-# sets.
+# Launch options that affect results, as variables that `accelerate launch` sets; runs inherit them.
 LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
 
 
@@ -33,9 +32,8 @@ LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE
 class Trial:
     """A run of a study.
 
-    `label` names its folder; `changes` are the settings on the command line; `resolved` are all
-    settings of the run, which the recipe passes to `train`. `code` is the `code_of` the recipe,
-    which has resolved them.
+    `label` names its folder; `changes` are the settings of its command line; `resolved` are all
+    settings that the recipe passes to `train`; `code` is `code_of` the recipe that resolved them.
     """
 
     recipe: Path
@@ -45,10 +43,10 @@ class Trial:
     code: str = ""
 
     def changed(self, label: str, **changes: Any) -> "Trial":
-        """Returns the trial with another label and other values of settings on which no other
-        setting depends."""
-        resolved = {**self.resolved, **changes}
-        return replace(self, label=label, changes={**self.changes, **changes}, resolved=resolved)
+        """Returns the trial with another label and changed settings, on which no other setting may
+        depend."""
+        own = dict(self.changes) | changes
+        return replace(self, label=label, changes=own, resolved=dict(self.resolved) | changes)
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -58,30 +56,28 @@ class Trial:
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The shape of the model. Raises `ValueError` if it is not possible."""
-        manifest = read_manifest(self.config.data_dir)
-        return model_shape(self.config, manifest["tokenizer"]["vocab_size"])
+        """The shape of the model. Raises the errors of `model_shape`."""
+        return shape_of(self.config)
 
     @property
     def flops_per_token(self) -> int:
-        """The FLOPs of forward and backward per token."""
+        """FLOPs of forward and backward per token."""
         return flops_per_token(self.shape, self.config.tokens_per_sequence)
 
     @property
     def tokens(self) -> int:
-        """The tokens of the run."""
+        """Tokens of the run."""
         return self.config.max_steps * self.config.total_batch_size
 
     @property
     def flops(self) -> float:
-        """The FLOPs of the run."""
+        """FLOPs of the run."""
         return float(self.tokens * self.flops_per_token)
 
     @cached_property
     def id(self) -> str:
-        """The identity of the run: 12 hexadecimal digits of the SHA-256 of the recipe's name, the
-        settings that affect results and differ from the defaults, the data, the model of
-        `init_from`, and `LAUNCH`."""
+        """12 hexadecimal digits of a SHA-256 of the recipe's name, the settings that affect results
+        and differ from the defaults, the data, the weights of `init_from`, and `LAUNCH`."""
         default = TrainConfig().settings().items()
         own: dict[str, Any] = {"recipe": self.recipe.name}
         for name, value in self.resolved.items():
@@ -95,7 +91,17 @@ class Trial:
             own["files"] = sorted((path.name, digest(path)) for path in files)
         launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
         content = [own, data_fingerprint(self.config.data_dir), launch]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        return short_hash(json.dumps(content, sort_keys=True))
+
+
+def short_hash(text: str) -> str:
+    """Returns the first 12 hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def shape_of(config: TrainConfig) -> ModelConfig:
+    """Returns the model shape of a run on prepared data. Raises the errors of `model_shape`."""
+    return model_shape(config, read_manifest(config.data_dir)["tokenizer"]["vocab_size"])
 
 
 def arguments(changes: Mapping[str, Any], output_dir: Path) -> list[str]:
@@ -103,30 +109,31 @@ def arguments(changes: Mapping[str, Any], output_dir: Path) -> list[str]:
     words = []
     for name, value in changes.items():
         words.append(f"--{name}")
-        words += map(str, value if isinstance(value, list) else [value])
+        values = value if isinstance(value, list) else [value]
+        words += map(str, values)
     words += ["--output_dir", str(output_dir), "--resume_from", "latest"]
     return words
 
 
 def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Trial]:
     """Returns a trial for each label and its changed settings, with all settings that the recipe
-    trains with.
+    passes to `train`.
 
-    The recipe runs up to its call of `train`, and prepares its data if it does that. Raises
-    `ValueError`, with the label, for settings that the recipe refuses.
+    The recipe runs up to its call of `train`, so it may prepare its data. Raises `ValueError` with
+    the label for settings that the recipe refuses.
     """
     code = code_of(recipe)
     trials = []
     argv = sys.argv
-    own_module = vars(gpt2_accel.train)
-    train = own_module["train"]
-    own_module["train"] = capture
+    train_module = vars(gpt2_accel.train)
+    train = train_module["train"]
+    train_module["train"] = capture
     sys.path.insert(0, str(recipe.parent))
     try:
         for label, own in changes:
             CAPTURED.clear()
             sys.argv = [str(recipe)]
-            sys.argv += arguments(own, Path("runs/.settings"))  # a folder of no run
+            sys.argv += arguments(own, Path("runs/.settings"))  # a folder that is never created
             message: object = None
             try:
                 with redirect_stdout(io.StringIO()):
@@ -134,13 +141,13 @@ def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) 
             except SystemExit as end:
                 message = end.code
             if not CAPTURED:
-                reason = message or "the recipe does not train: start it alone to see why"
+                reason = message or "the recipe does not call train: run it alone to see why"
                 raise ValueError(f"{label}: {reason}")
             typed = {name: CAPTURED.get(name, value) for name, value in own.items()}
             trials.append(Trial(recipe, label, typed, dict(CAPTURED), code))
     finally:
         sys.argv = argv
-        own_module["train"] = train
+        train_module["train"] = train
     return trials
 
 
@@ -148,17 +155,16 @@ CAPTURED: dict[str, Any] = {}  # settings
 
 
 def capture(config: TrainConfig, **_: Any) -> None:
-    """Stands in for `train`, also in modules that a recipe imports: keeps the settings in
-    `CAPTURED` and ends the recipe. Raises `ValueError` for a shape of the model that is not
-    possible."""
-    model_shape(config, read_manifest(config.data_dir)["tokenizer"]["vocab_size"])
+    """Replaces `train`, also in modules that a recipe imports: stores the settings in `CAPTURED`
+    and ends the recipe. Raises the errors of `model_shape`."""
+    shape_of(config)
     CAPTURED.update(config.settings())
     sys.exit()
 
 
 def code_of(recipe: Path) -> str:
-    """Returns 12 hexadecimal digits of the SHA-256 of a recipe and of this package."""
+    """Returns the `short_hash` of a recipe's file and this package's modules."""
     content = digest(recipe)
     for path in sorted(PACKAGE.rglob("*.py")):
         content += digest(path)
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
+    return short_hash(content)

@@ -261,7 +261,7 @@ def test_a_recipe_that_changes_ends_the_study(data_dir, tmp_path):
     wait_for(lambda: list(out.glob("runs/*/config.yaml")))
     script(recipe, "changed = True")
     assert started.wait() == 1
-    assert "has changed: start the study again" in log.read_text()
+    assert "has changed: restart the study" in log.read_text()
     assert len(rows(out)) == 1
     assert "1 of 2 runs were recorded by another version" in compare(path, out).stdout
 

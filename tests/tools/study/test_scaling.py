@@ -16,7 +16,7 @@ from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.estimate.dry_run import dry_run
 from gpt2_accel.tools.study import scaling
 from gpt2_accel.tools.study.runs import Queue
-from gpt2_accel.tools.study.scaling import LEARNING_RATE, Grid, batch_for, fit, settings_for
+from gpt2_accel.tools.study.scaling import LEARNING_RATE, Grid, batch_for, fit_law, settings_for
 from gpt2_accel.tools.study.trials import Trial
 
 RECIPE = ROOT / "recipes/scaling_laws.py"
@@ -45,12 +45,12 @@ def isoflop(budgets, count=7, ratio=1.6):
 
 def test_a_law_is_found_exactly_and_never_has_a_negative_term():
     N, D, C = isoflop([1e18, 1e19])
-    law = fit(N, D, loss_of(BESIROGLU, N, D), C)
+    law = fit_law(N, D, loss_of(BESIROGLU, N, D), C)
     assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6) and law.spread < 1e-8
-    found = fit(N, D, 2 + 300 * N**-0.3, C).law
+    found = fit_law(N, D, 2 + 300 * N**-0.3, C).law
     assert [found["E"], found["A"], found["alpha"]] == pytest.approx([2, 300, 0.3], rel=1e-4)
     assert found["B"] < 1e-6
-    assert min(fit(N, D, 2 - 300 * N**-0.3, C).law.values()) >= 0  # rises with N
+    assert min(fit_law(N, D, 2 - 300 * N**-0.3, C).law.values()) >= 0  # rises with N
 
 
 def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right():
@@ -60,7 +60,7 @@ def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right
     random, hits, refusals = np.random.default_rng(1), [], []
     [size], [tokens], _ = isoflop([1e20], count=1)
     for _ in range(STUDIES):
-        law = fit(N, D, loss_of(BESIROGLU, N, D) + random.normal(0, 0.005, len(N)), C)
+        law = fit_law(N, D, loss_of(BESIROGLU, N, D) + random.normal(0, 0.005, len(N)), C)
         new = loss_of(BESIROGLU, size, tokens) + random.normal(0, 0.005)
         hits.append(abs(new - law.loss(size, tokens)) <= law.half_width(size, tokens))
         refusals.append(law.form < 0.05)
@@ -127,9 +127,9 @@ def test_a_minimum_at_the_edge_is_said(power, data_dir):
     assert grid.runs[0].config.n_embd == 16 and law is None
     text = grid.text(law, None)
     assert "no law: a fit needs at least 8 finished runs" in text
-    assert "the lowest loss is at the end of the sizes" in text
+    assert "the lowest loss is at the smallest or largest size" in text
     middle = grid_of(data_dir, [1e11], lambda N, D, _: abs(N - grid.runs[3].shape.parameter_count))
-    assert "at the end of the sizes" not in middle.text(middle.train(), None)
+    assert "smallest or largest size" not in middle.text(middle.train(), None)
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.2])
