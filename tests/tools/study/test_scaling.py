@@ -158,7 +158,7 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
 
 
 def test_repeated_data_is_refused_unless_asked_for(data_dir):
-    with refused("reads the data .* times, and .* prepare more text"):
+    with refused("reads the data .* times, but .* prepare more text"):
         grid_of(data_dir, [1e12], None, max_epochs=4)
     grid = grid_of(data_dir, [1e12], None)
     limit = max(map(grid.epochs, grid.runs))
