@@ -1,6 +1,7 @@
-"""Callbacks: what happens around the updates of a run. Those that every run has are here; `setup.py` puts them after the user's.
+"""Callbacks: what happens around the updates of a run.
 
-A callback is any object with some of the methods of `Callback`. All ranks call them, in the order of the list.
+A callback is any object with some of the methods of `Callback`. All ranks call them, in the order
+of the run's list. `setup.py` puts the callbacks of this module after the user's.
 """
 
 import math
@@ -30,9 +31,9 @@ from gpt2_accel.runtime.trackers import start_tracker
 
 
 class Callback(Protocol):
-    """The methods that a callback may have; the names are those of the `TrainerCallback` of `transformers`.
+    """The methods that a callback may have, named as in `TrainerCallback` of `transformers`.
 
-    It may be a context manager too, around the loop. An exception ends the run.
+    A callback may also be a context manager, around the loop. An exception ends the run.
     """
 
     def on_train_begin(self, run: Run) -> None:
@@ -42,7 +43,7 @@ class Callback(Protocol):
         """Before the optimizer's step; the gradients are complete, unscaled and clipped."""
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        """After an update, `run.step`; `skipped` says that it did not reach the weights."""
+        """After update `run.step`; `skipped` if it did not change the weights."""
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """After an evaluation."""
@@ -51,25 +52,26 @@ class Callback(Protocol):
         """After a line of `metrics.jsonl`."""
 
     def on_save(self, run: Run, path: Path) -> None:
-        """After a checkpoint has its name, at the next update; for the last before `on_train_end`."""
+        """After a checkpoint is complete, at the next update; the last before `on_train_end`."""
 
     def on_train_end(self, run: Run, finished: bool) -> None:
         """After the last checkpoint and, if the run is `finished`, the final model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: tensors, which may be sharded, and values that JSON has."""
+        """Returns what a checkpoint keeps: tensors, which may be sharded, and JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Gets what `state_dict` returned, with unsharded tensors on the CPU."""
+        """Restores what `state_dict` returned, with unsharded tensors on the CPU."""
 
 
 def check_callback(callback: Callback) -> None:
-    """Raises `ValueError` for a method that is never called, as most of transformers' `TrainerCallback` are."""
+    """Raises `ValueError` for a method that a run never calls, such as `on_epoch_begin`."""
     for name in dir(callback):
         if name.startswith("on_") and not hasattr(Callback, name):
             raise ValueError(
-                f"{type(callback).__name__} has {name}, which a run never calls: docs/change.md has the methods of a "
-                "callback; those of transformers' TrainerCallback take other arguments"
+                f"{type(callback).__name__} has {name}, which a run never calls: docs/change.md "
+                "lists the methods of a callback; those of transformers' TrainerCallback take "
+                "other arguments"
             )
 
 
@@ -77,14 +79,17 @@ class Figures:
     """Logs the figures of an update every `log_every` updates."""
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if not skipped and (run.step == 1 or run.due(run.config.log_every)):
+        if skipped:
+            return
+        first = run.step == 1
+        if first or run.due(run.config.log_every):
             run.log.training(run.figures)
-        if run.step == 1 and not skipped and run.config.init_from is None:
+        if first and run.config.init_from is None:
             run.log.print_line(first_loss(run.figures["loss"], run.empty.config.vocab_size))
 
 
 def first_loss(loss: float, vocab_size: int) -> str:
-    """Returns a line that compares the first loss with that of equal probabilities."""
+    """Returns a line that compares the first loss, in nats, with that of equal probabilities."""
     uniform = math.log(vocab_size)
     line = f"first loss {loss:.2f}; equal probabilities give ln V = {uniform:.2f}"
     if loss < uniform + 1:
@@ -93,16 +98,17 @@ def first_loss(loss: float, vocab_size: int) -> str:
 
 
 class Evaluations:
-    """Runs the evaluations that are due, pairs of an interval in updates and an evaluation, until one is interrupted.
+    """Runs the evaluations that are due, until one is interrupted.
 
-    The validation loss decides on early stopping and on the best checkpoint. Raises `Diverged` if it is not finite.
+    `evaluations` are pairs of an interval in updates and an evaluation. The validation loss decides
+    on early stopping and the best checkpoint. Raises `Diverged` if it is not finite.
     """
 
     def __init__(self, evaluations: list[tuple[int, Evaluation]]):
         self.evaluations = evaluations
 
     def on_train_begin(self, run: Run) -> None:
-        """Evaluates a checkpoint that was written before an evaluation was due, and saves it with the result."""
+        """Makes an evaluation that a stop prevented, and saves the checkpoint with its result."""
         if run.checkpoint and run.state.val_loss is None and run.due(run.config.eval_every):
             self.on_step_end(run, skipped=False)
             run.log.write()
@@ -113,33 +119,35 @@ class Evaluations:
             if not run.due(every):
                 continue
             if not run.stopping:
-                self.count(run, run.evaluate(evaluation))
+                loss = run.evaluate(evaluation).get("val/loss")
+                if loss is not None:
+                    check_loss(loss)
+                    run.state.count(loss)
             run.unevaluated = run.unevaluated or run.stopping
 
-    def count(self, run: Run, results: dict[str, float]) -> None:
-        """Notes the validation loss of an evaluation, if it has one."""
-        loss = results.get("val/loss")
-        if loss is None:
-            return
-        if not abs(loss) < float("inf"):
-            raise Diverged(
-                f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a lower "
-                "--learning_rate, or start again with it"
-            )
-        run.state.count(loss)
+
+def check_loss(loss: float) -> None:
+    """Raises `Diverged` if a validation loss is not finite."""
+    if not math.isfinite(loss):
+        raise Diverged(
+            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a "
+            "lower --learning_rate, or start again with it"
+        )
 
 
 class Samples:
-    """Generates a sample from each prompt every `sample_every` updates: on the main process only, uncompiled.
+    """Generates a sample from each prompt every `sample_every` updates.
 
-    A sharded model is gathered to the main process's device: generation on the CPU would keep the others waiting.
+    The main process does it, uncompiled. A sharded model is gathered to its device: generation on
+    the CPU would keep the other processes waiting.
     """
 
     def __init__(self, prompts: list[Prompt]):
         self.prompts = prompts
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        config, accelerator = run.config, run.accelerator
+        config = run.config
+        accelerator = run.accelerator
         if run.stopping or not run.due(config.sample_every):
             return
         with evaluating_optimizer(run.optimizer):
@@ -160,8 +168,7 @@ class Samples:
 
 
 class Profiler(torch.profiler.profile):
-    """Traces `updates` updates after the first five into `trace-<rank>.json`, for
-    https://ui.perfetto.dev."""
+    """Traces `updates` updates after the first five into a file for https://ui.perfetto.dev."""
 
     def __init__(self, updates: int, path: Path):
         super().__init__(
@@ -176,7 +183,8 @@ class Profiler(torch.profiler.profile):
 class Trackers(AbstractContextManager):
     """Sends each line of `metrics.jsonl` to experiment trackers, on the main process.
 
-    Raises `OSError` if one cannot be started. One that fails later is reported and dropped, and the run continues.
+    Raises `OSError` if a tracker cannot be started. One that fails later is reported and dropped,
+    and the run continues.
     """
 
     def __init__(self, names: list[str]):
@@ -199,7 +207,7 @@ class Trackers(AbstractContextManager):
         values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         step = values.pop("step")
         for tracker in list(self.trackers):
-            # Without `commit` wandb holds a step back until the next one, and a kill would lose it.
+            # Without `commit` wandb sends a step with the next one, and a kill would lose it.
             options = {"commit": True} if tracker.name == "wandb" else {}
             try:
                 tracker.log(values, step=step, **options)
@@ -210,16 +218,15 @@ class Trackers(AbstractContextManager):
 
 
 class Pushes(AbstractContextManager):
-    """Pushes checkpoints and the final model to the Hub, from the main process and in the
-    background.
+    """Pushes checkpoints and the final model to the Hub, in the background of the main process.
 
     Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save`
     also the model of each checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
 
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest
-    checkpoint waits for the next one. A failed upload is printed; it never ends the run. Leaving
-    the context waits for the last upload while the run's `stop` has seconds left. The threads are daemons: those of the client's `run_as_future` are joined when
-    the interpreter exits, also if the Hub never answers.
+    checkpoint waits. A failed upload is printed; it never ends the run. Leaving the context waits
+    for the last upload while the run's `stop` has seconds left. The threads are daemons: the
+    interpreter would wait at its exit for others, even if the Hub never answers.
     """
 
     def __init__(self) -> None:
@@ -242,7 +249,7 @@ class Pushes(AbstractContextManager):
         thread, stop = self.thread, self.run.stop
         if thread.is_alive() and kind is None:
             self.print_line(
-                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it, "
+                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it: "
                 f"all files are in {self.scratch.parent}"
             )
             with suppress(KeyboardInterrupt):
@@ -271,8 +278,10 @@ class Pushes(AbstractContextManager):
         self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
 
     def push(self, run: Run, directory: Path, checkpoint: Path) -> None:
-        """Starts to push the model in `directory`; with the strategy `checkpoint` also the folder
-        `checkpoint`."""
+        """Starts to push the model in `directory`.
+
+        With the strategy `checkpoint` also pushes the folder `checkpoint`.
+        """
         folder = self.scratch / f"{time.time_ns()}"
         try:
             stage(directory, folder, self.repo_id)
@@ -299,10 +308,11 @@ class Pushes(AbstractContextManager):
 
 
 class Checkpoints:
-    """Writes this step's metrics, and then its checkpoint if one is due: it is the last of the callbacks."""
+    """Writes this step's metrics, then its checkpoint if one is due. It is the last callback."""
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if line := run.log.write():
+        line = run.log.write()
+        if line:
             run.call("on_log", logs=line)
         if run.save_due():
             run.save()

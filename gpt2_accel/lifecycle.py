@@ -1,4 +1,4 @@
-"""How a run starts and ends: its folder's lock, what surrounds the loop, the last checkpoint, the final model."""
+"""The start and the end of a run: the lock of its folder, the last checkpoint, the final model."""
 
 import gc
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seco
 
 @contextmanager
 def lock_run_dir(config: TrainConfig) -> Iterator[None]:
-    """Locks the run's folder on the main process, before the run looks at what is there, and removes partial checkpoints
-    that a kill left.
+    """Locks the run's folder on the main process, before the run reads what is there.
 
-    A run that resumes from `latest` waits for `GRACE_OF_HOLDER` seconds first: the process before it may be about to end.
-    Raises the errors of `lock_folder` on all ranks.
+    A run that resumes from `latest` waits up to `GRACE_OF_HOLDER` seconds for the lock: the
+    process before it may be about to end. Removes partial checkpoints that a kill left. Raises the
+    errors of `lock_folder` on all ranks.
     """
     with ExitStack() as stack:
 
@@ -55,9 +55,10 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
 
 @contextmanager
 def started(run: Run) -> Iterator[None]:
-    """Runs the block, the loop, with signals, status, log, and the callbacks that are context managers.
+    """Runs the block, the loop, with signals, status, log, and callbacks that are context managers.
 
-    Writes `config.yaml` and `run.json` and prints a summary. If the data can no longer be read, saves a checkpoint.
+    Writes `config.yaml` and `run.json` and prints a summary. Saves a checkpoint if the data can no
+    longer be read.
     """
     with ExitStack() as stack:
         with all_or_none():
@@ -69,7 +70,7 @@ def started(run: Run) -> Iterator[None]:
                 print(start_summary(run), *run.changes.values(), sep="\n", flush=True)
                 run.writer.link(run.step)  # a kill may have prevented it
             stack.enter_context(run.log)
-        for part in (*run.callbacks, run.writer, run.loader):
+        for part in list(run.callbacks) + [run.writer, run.loader]:
             if isinstance(part, AbstractContextManager):
                 stack.enter_context(part)
         gc.disable()  # a rank that collects within an update keeps the others waiting
@@ -87,8 +88,11 @@ def started(run: Run) -> Iterator[None]:
 
 
 def rehearse_save(run: Run) -> None:
-    """Does all of a save but the weights, in a folder beside the checkpoints that is removed: what cannot be saved, or
-    where folders cannot be renamed, as in many mounted buckets, ends the run before its first update."""
+    """Saves a checkpoint without weights, and removes it.
+
+    What cannot be saved ends the run before its first update, and so does a folder in which
+    folders cannot be renamed, as in many mounted buckets.
+    """
 
     def rehearse() -> None:
         path = run.run_dir / "checkpoint-rehearsal"
@@ -102,9 +106,10 @@ def rehearse_save(run: Run) -> None:
 
 
 def finish(run: Run) -> bool:
-    """Saves the last checkpoint and, if the run is complete, the final model. Returns whether it is complete.
+    """Saves the last checkpoint and, if the run is complete, the final model.
 
-    Raises `Diverged` if the run has diverged, and the errors of `Run.check_problems`.
+    Returns whether the run is complete. Raises `Diverged` if it has diverged, and the errors of
+    `Run.check_problems`.
     """
     config = run.config
     bad = run.guard.bad_in_a_row
@@ -117,44 +122,47 @@ def finish(run: Run) -> bool:
         run.report_save()
     if run.diverged:
         raise Diverged(
-            f"{bad} updates in a row were skipped, the last because {run.problem}: resume from checkpoint-"
-            f"{run.step} or an earlier one with a lower --learning_rate, or look at the samples listed in "
-            f"{config.output_dir}/metrics.jsonl"
+            f"{bad} updates in a row were skipped, the last because {run.problem}: resume from "
+            f"checkpoint-{run.step} or an earlier one with a lower --learning_rate, or look at the "
+            f"samples listed in {config.output_dir}/metrics.jsonl"
         )
     run.log.print_line(end_summary(run))
-    finished = run.stops_early or not (run.step < run.updates or run.unevaluated)
+    finished = run.stops_early or (run.step >= run.updates and not run.unevaluated)
     if run.stops_early:
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
-    if not finished:
-        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # one rank may have it alone
+    if finished:
+        export_model(run)
+    else:
+        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # perhaps of one rank only
         reason, requeue = next(stop for stop in stops if stop[0])
         if run.accelerator.is_main_process:
             run.status.end("stopped", reason, requeue=requeue)
         signals.exit_code = run.stop.exit_code
         run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
-    else:
-        export_model(run)
     run.call("on_train_end", finished=finished)
     run.log.write()
     return finished
 
 
 def wait_for_checkpoint(run: Run) -> bool:
-    """Waits until the last checkpoint is on disk. Returns whether it is not yet reported to the callbacks. Raises `OSError`
-    if it could not be written."""
-    if error := run.writer.join():
+    """Waits until the last checkpoint is on disk. Returns whether to report it to the callbacks.
+
+    Raises `OSError` if it could not be written.
+    """
+    error = run.writer.join()
+    if error is not None:
         message = f"the last checkpoint could not be written: {sentence(error)}"
         raise OSError(message) from error
     return run.writer.written is not None
 
 
 def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder, an adapter into its `adapter/` and merged, and
-    marks the run as finished.
+    """Writes the final model into the run's folder, and marks the run as finished.
 
-    Raises `OSError` if the model cannot be written, `ValueError` if its weights are not finite.
+    An adapter goes to `adapter/`, and the model has it merged. Raises `OSError` if the model cannot
+    be written, `ValueError` if its weights are not finite.
     """
     config = run.config
     plain = run.copied_model()
@@ -172,8 +180,9 @@ def export_model(run: Run) -> None:
         write_manifest(run.run_dir, MODEL_MANIFEST, (WEIGHTS, "config.json", "tokenizer.json"))
     except OSError as error:
         raise OSError(
-            f"the final model could not be written to {config.output_dir} ({sentence(error)}): free "
-            "space or make it writable, then continue from the last checkpoint with --resume_from latest"
+            f"the final model could not be written to {config.output_dir} ({sentence(error)}): "
+            "free space or make it writable, then continue from the last checkpoint with --resume_from "
+            "latest"
         ) from error
     # Before the status: a complete run that is started again removes nothing.
     run.writer.rotate(run.step)
@@ -181,22 +190,22 @@ def export_model(run: Run) -> None:
 
 
 def is_complete(run: Run) -> bool:
-    """Whether the run is finished at this step and its final model is written. Prints that no update
-    is left to do.
+    """Whether nothing is left to train and the final model is written. If so, prints that.
 
-    Raises `ValueError` if settings were given that the complete run does not have."""
+    Raises `ValueError` if settings were given that the complete run does not have.
+    """
     run_dir = run.run_dir
 
     def has_finished() -> bool:
         status = read_status(run_dir)
-        found = status.get("state"), status.get("step")
-        return found == ("finished", run.step) and any(run_dir.glob("model*.safetensors"))
+        finished = status.get("state") == "finished" and status.get("step") == run.step
+        return finished and any(run_dir.glob("model*.safetensors"))
 
     if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
         return False
     text = (
-        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise --max_steps, "
-        "--epochs or --patience to go on"
+        f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise "
+        "--max_steps, --epochs or --patience to go on"
     )
     unused = [change for name, change in run.changes.items() if name in run.config.given]
     if unused:

@@ -1,13 +1,13 @@
-"""A training run: what it is, what a checkpoint keeps of it, what the loop and the callbacks call.
+"""A training run: its parts, its saved state, and the methods that the loop and callbacks call.
 
-`setup.py` builds it, `lifecycle.py` starts and ends it. All methods are called by all ranks, unless they say otherwise.
+`setup.py` builds it, `lifecycle.py` starts and ends it. All ranks call all methods, unless a
+docstring says otherwise.
 """
 
 import gc
-import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,12 @@ from accelerate import Accelerator
 
 from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.checkpoint.state_dict import (
+    RunState,
     TrainingState,
     full_model,
     full_tensor,
     gather_to_host,
+    json_copy,
 )
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import TrainConfig
@@ -43,84 +45,63 @@ from gpt2_accel.runtime.signals import StopRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Objective = Callable[
-    [torch.nn.Module, Batch], torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
-]
-"""(prepared model, micro-batch) -> its loss, a mean over what the batch counts, or that and figures to log, means likewise."""
+Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""A scalar, or a pair of a scalar and figures to log, all means over what a micro-batch counts."""
 
-
-@dataclass
-class RunState:
-    """What a checkpoint keeps of a run beside its tensors. `val_loss` is that of this step, None if
-    it was not evaluated; `best` is the lowest so far, and `waited` the number of evaluations since;
-    `changes` are the settings that resumes have changed."""
-
-    step: int = 0  # updates done
-    run_id: str = ""  # in the trackers
-    val_loss: float | None = None
-    best: float | None = None
-    waited: int = 0
-    changes: list[str] = field(default_factory=list)
-
-    def count(self, loss: float) -> None:
-        """Counts an evaluation, by its validation loss."""
-        self.val_loss = loss
-        self.waited += 1
-        if self.best is None or loss < self.best:
-            self.best = loss
-            self.waited = 0
+Objective = Callable[[torch.nn.Module, Batch], Loss]
+"""(prepared model, micro-batch) -> its loss."""
 
 
 @dataclass
 class Run:
-    """A training run, whose folder is locked.
+    """A training run, complete when it is built. Its folder is locked by then.
 
-    Given are the settings; `model` and `optimizer`, prepared by Accelerate; the `objective` and
-    how the validation loss is measured; the data's tokenizer; `empty`, the model without memory (`models.skeleton`); the loaders of this
-    rank's share of the data, `val_loader` None if nothing is evaluated; the callbacks, in the order
-    of their calls; and the checkpoint to resume, None for a new run.
-
-    `schedule` has the sequences of each update, `updates` is their number, other than `max_steps`
-    with a batch-size ramp and after a resume with another batch size. `resumes_here` says that the checkpoint is in the run's
-    own folder. `stopping` says that a rank has to stop, and is equal on all ranks; `unevaluated`,
-    that an evaluation was due then. `figures` are those of the last update, `problem` is why the
-    last bad one was skipped.
+    Beside its fields it has `run_dir`, the `state` that a checkpoint keeps, and `figures`, those of
+    the last update. `schedule` has the batch size of each update, and `updates` their number, which
+    differs from `max_steps` with a batch-size ramp and after a resume with another batch size.
+    `stopping` is True on all ranks once a rank has to stop, and `unevaluated` if an evaluation was
+    due then.
 
     Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
     """
 
     config: TrainConfig
     accelerator: Accelerator
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    model: torch.nn.Module  # prepared by Accelerate
+    optimizer: torch.optim.Optimizer  # prepared
     objective: Objective
-    measure: Measure
-    tokenizer: "PreTrainedTokenizerBase"
-    empty: LanguageModel
-    train_loader: TrainLoader
-    val_loader: EvalLoader | None
-    callbacks: Sequence[Any]
-    checkpoint: Path | None = None
+    measure: Measure  # how the validation loss is computed
+    tokenizer: "PreTrainedTokenizerBase"  # of the data
+    empty: LanguageModel  # the model without memory, see `models.skeleton`
+    train_loader: TrainLoader  # of this rank
+    val_loader: EvalLoader | None  # None if nothing is evaluated
+    callbacks: Sequence[Any]  # in the order of their calls
+    checkpoint: Path | None = None  # to resume from; None for a new run
 
     def __post_init__(self) -> None:
-        config, accelerator = self.config, self.accelerator
+        config = self.config
+        accelerator = self.accelerator
         self.run_dir = Path(config.output_dir)
         self.state = RunState()
         self.schedule = config.batch_schedule(accelerator.num_processes)
         self.guard = AnomalyGuard(config.spike_z)
         self.training_state = TrainingState(accelerator, self.model, self.optimizer, self.callbacks)
-        # What determines the order of the data.
+        # The settings that determine the order of the data.
         self._order = {
             "seed": config.seed,
             "sequence_length": config.tokens_per_sequence,
             "data": data_fingerprint(config.data_dir),
         }
         self._saved_step: int | None = None
-        self._asks_save = self._save_asked = self._unreported = False
-        self.resumes_here = self.stopping = self.unevaluated = False
+        self._wants_save = False  # this rank
+        self._save_requested = False  # by any rank
+        self._unreported = False  # a checkpoint is written, and callbacks do not know it
+        self.resumes_here = False  # the checkpoint is in the run's own folder
+        self.stopping = False
+        self.unevaluated = False
         self.figures: dict[str, float] = {}
-        self._names: list[str] | None = None  # of the objective's figures
-        self.problem = ""
+        self._figure_names: list[str] | None = None  # of the objective
+        self.problem = ""  # why the last skipped update was skipped
         self.changes: dict[str, str] = {}  # of settings, by this resume
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
@@ -129,13 +110,15 @@ class Run:
         self.metadata = describe_run(self)
         self.stop = StopRequest(config.max_hours)
         self.interrupted = any_rank(accelerator, self._must_stop)
-        peak = peak_flops(device_name(accelerator.device))
+        speed = peak_flops(device_name(accelerator.device))
+        if speed is not None:  # tokens per second at an MFU of 1
+            speed = speed * accelerator.num_processes / self.metadata["flops_per_token"]
         self.log = RunLog(
             self.run_dir if accelerator.is_main_process else None,
             self.step,
             self.updates,
             lambda step: self.schedule.first(step) * config.tokens_per_sequence,
-            peak and peak * accelerator.num_processes / self.metadata["flops_per_token"],
+            speed,
         )
         self.status = Status(self.run_dir, lambda: self.step, self.stop)
         self.files = ModelFiles(self.tokenizer, self.log.print_line)
@@ -149,41 +132,41 @@ class Run:
         return self.state.step
 
     def resume(self, checkpoint: Path) -> None:
-        """Restores the state from a checkpoint, whose weights the model has. The schedule continues from its position.
+        """Restores the state of a checkpoint. The model has its weights already.
 
-        Raises `ValueError` if the data or a setting that determines its order has changed, or if the checkpoint has the state
-        of a callback that the run does not have, unless `ignore_changes` is set."""
-        config, accelerator = self.config, self.accelerator
+        Raises `ValueError` if the data or a setting that determines its order has changed, or if
+        the checkpoint has the state of a callback that the run does not have, unless
+        `ignore_changes` is set.
+        """
+        config = self.config
         with all_or_none():
             saved = read_state(checkpoint)
-            before = saved | saved["position"]  # where older releases have the order
             for name, value in self._order.items():
-                if before[name] != value and not config.ignore_changes:
+                if saved[name] != value and not config.ignore_changes:
                     raise ValueError(
-                        f"{checkpoint} was trained with the {name} {before[name]}, not {value}, which changes the "
-                        "order of the data: resume with the original value, or with --ignore_changes"
+                        f"{checkpoint} was trained with the {name} {saved[name]}, not {value}, "
+                        "which changes the order of the data: resume with the original value, or "
+                        "with --ignore_changes"
                     )
-            seen = before["sequences"] * before["sequence_length"]
-            self.changes = changed_settings(config, saved["settings"], saved["step"], seen)
+            tokens = saved["sequences"] * saved["sequence_length"]
+            self.changes = changed_settings(config, saved["settings"], saved["step"], tokens)
             for name, change in self.changes.items():
                 if name.startswith("lora"):
                     raise ValueError(f"{change}: resume an adapter with its original settings")
-            older = saved.get("guard", saved)  # where release 0.4 and older have the rest
-            self.guard.recent = older.get("recent", self.guard.recent)
             self.state = RunState(
                 saved["step"],
                 val_loss=saved["val_loss"],
-                best=older["best"],
-                waited=older["waited"],
+                best=saved["best"],
+                waited=saved["waited"],
                 changes=saved.get("changes", []) + list(self.changes.values()),
             )
-            self.schedule = config.batch_schedule(
-                accelerator.num_processes, self.step, seen // config.tokens_per_sequence
-            )
+            self.guard.recent = saved.get("recent", self.guard.recent)
+            seen = tokens // config.tokens_per_sequence
+            self.schedule = config.batch_schedule(self.accelerator.num_processes, self.step, seen)
         self.training_state.load_optimizer(checkpoint, saved)
         with all_or_none():
             notes = self.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
-        accelerator.print(f"resumed from {checkpoint}", *notes, sep="\n")
+        self.accelerator.print(f"resumed from {checkpoint}", *notes, sep="\n")
         self.resumes_here = checkpoint.resolve().parent == self.run_dir.resolve()
         if self.resumes_here:
             self._saved_step = self.step
@@ -192,37 +175,24 @@ class Run:
             self.state.run_id = saved["run_id"]
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Returns what a checkpoint holds beside the model: the tensors of each file, as
-        `TrainingState.collect` has them, and `state.json`.
+        """Returns the tensors of each file in `training_state/`, and the content of `state.json`.
 
-        `position` is the number of sequences read. A resume compares the settings that determine
-        their order, and `settings`. Raises `ValueError` for what JSON changes."""
+        `position` is the number of sequences read. Raises the errors of `json_copy`.
+        """
         tensors, values = self.training_state.collect()
-        state = {
-            **asdict(self.state),
-            **self._order,
-            "position": {"sequences": self.schedule.first(self.step)},
-            "settings": self.config.settings(),
-            "recent": self.guard.recent,
-            **values,
-        }
-        # A copy: the owners of lists and dicts go on changing them while the checkpoint is written.
-        saved = json.loads(json.dumps(state, default=repr))
-        own = values["optimizer_values"] | values["callbacks"] | state
-        found = saved["optimizer_values"] | saved["callbacks"] | saved
-        for name, value in own.items():
-            if repr(value) != repr(found[name]):  # as text: NaN equals NaN, a tuple is not a list
-                raise ValueError(
-                    f"a checkpoint cannot hold the {name} {value}: tensors belong to the first level of a state, and all "
-                    "else is numbers, texts, lists and dicts with texts as keys"
-                )
-        return tensors, saved
+        state = asdict(self.state) | self._order
+        state["position"] = {"sequences": self.schedule.first(self.step)}
+        state["settings"] = self.config.settings()
+        state["recent"] = self.guard.recent
+        state |= values
+        return tensors, json_copy(state)
 
-    def call(self, event: str, **what: Any) -> None:
+    def call(self, event: str, **arguments: Any) -> None:
         """Calls the method `event` of the callbacks that have it, in their order."""
         for callback in self.callbacks:
-            if method := getattr(callback, event, None):
-                method(self, **what)
+            method = getattr(callback, event, None)
+            if method is not None:
+                method(self, **arguments)
 
     # What the loop calls
 
@@ -242,61 +212,68 @@ class Run:
         return self.guard.bad_in_a_row >= MAX_BAD_STEPS
 
     def figure_names(self, figures: dict[str, torch.Tensor]) -> list[str]:
-        """Returns the names of a micro-batch's figures, sorted: in the same order on all ranks. Raises `ValueError` if they are
-        not those of the main process's first micro-batch, or one is `loss`: they would be averaged with others."""
+        """Returns the names of a micro-batch's figures, sorted: in the same order on all ranks.
+
+        Raises `ValueError` if they differ from those of the main process's first micro-batch, or
+        if one is `loss`: they would be averaged with other figures.
+        """
         names = sorted(figures)
-        if self._names is None:
-            self._names = on_main_process(lambda: names)
-        if names != self._names or "loss" in names:
+        if self._figure_names is None:
+            self._figure_names = on_main_process(lambda: names)
+        if names != self._figure_names or "loss" in names:
             raise ValueError(
-                f"the objective returns the figures {names}, first {self._names}: return the same for each batch, none as loss"
+                f"the objective returns the figures {names}, first {self._figure_names}: return "
+                "the same for each batch, none as loss"
             )
         return names
 
     def reduce(self, figures: dict[str, torch.Tensor], grad_norm: torch.Tensor) -> dict[str, float]:
-        """Returns the means of the figures over all ranks, with `grad_norm`, and notes whether a rank has to stop or asks for
-        a checkpoint.
+        """Returns the means of the figures over all ranks, and `grad_norm`.
 
-        The host waits here until the device has done the update. Raises the errors of
-        `check_problems`: tokens that a rank could not read are in no update.
+        Also finds out whether a rank has to stop or wants a checkpoint. The host waits here until
+        the device has done the update. Raises the errors of `check_problems`: an update must not
+        train on tokens that a rank could not read.
         """
         device = self.accelerator.device
-        flags = self._must_stop(), self._asks_save, self.writer.written is not None
+        flags = self._must_stop(), self._wants_save, self.writer.written is not None
         # Filled on the device: a copy from the host would be another wait.
         values = [torch.full((), float(flag), device=device) for flag in flags]
         values += [value.to(device, torch.float32) for value in figures.values()]
         means = self.accelerator.reduce(torch.stack(values), "mean")
         together = torch.cat((means, full_tensor(grad_norm)[None]))
-        stop, save, written, *found, norm = together.tolist()
+        stop, save, written, *reduced, norm = together.tolist()
         self.stopping = stop > 0
-        self._save_asked = save > 0
+        self._save_requested = save > 0
         self._unreported = written > 0
         if self.stopping:
             self.check_problems()
-        return {**dict(zip(figures, found, strict=True)), "grad_norm": norm}
+        result = dict(zip(figures, reduced, strict=True))
+        result["grad_norm"] = norm
+        return result
 
     def end_update(self, figures: dict[str, float], problem: str | None) -> None:
-        """Counts an update and calls the callbacks. `problem` is why it was skipped, None if it was not."""
+        """Counts an update and calls the callbacks. `problem` is why it was skipped, or None."""
         self.state.step += 1
         self.state.val_loss = None
         self.figures = figures
-        self.problem = problem or self.problem
         self.log.advance(self.step)
         if problem is not None:
+            self.problem = problem
             update = self.step - 1
-            first, sequences = self.schedule.first(update), self.schedule.sequences(update)
-            self.log.skipped(problem, self.train_loader.samples(first, sequences))
+            first = self.schedule.first(update)
+            samples = self.train_loader.samples(first, self.schedule.sequences(update))
+            self.log.skipped(problem, samples)
         if self._unreported:
             self.report_save()
         self.call("on_step_end", skipped=problem is not None)
         if self.due(self.config.log_every):
-            gc.collect(1)  # on all ranks at once, the young objects
+            gc.collect(1)  # the young objects, on all ranks at once
         self.log.resume()
 
     # What callbacks call
 
     def due(self, every: int) -> bool:
-        """Whether an action of every `every` updates, and of the last, is due at this step. 0 means never."""
+        """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
         return every > 0 and (self.step % every == 0 or self.step == self.updates)
 
     def request_stop(self, reason: str) -> None:
@@ -305,30 +282,36 @@ class Run:
 
     def request_save(self) -> None:
         """Saves a checkpoint after the next update. One rank is enough."""
-        self._asks_save = True
+        self._wants_save = True
 
     def save_due(self) -> bool:
         """Whether a checkpoint is due at this step.
 
-        A skipped update has none: if the run diverges, the newest one precedes the bad updates.
+        None is due after a skipped update: if the run diverges, the newest checkpoint precedes the
+        bad updates.
         """
-        due = self._save_asked or self.due(self.config.save_every)
-        due = due and self.guard.bad_in_a_row == 0
-        return not self.diverged and (due or not self.goes_on())
+        if not self.goes_on():
+            return not self.diverged
+        due = self._save_requested or self.due(self.config.save_every)
+        return due and self.guard.bad_in_a_row == 0
 
     def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
-        """Runs and logs an evaluation of what the module holds now; returns its results, none if it was interrupted."""
+        """Evaluates the model as it is now. Returns the results, empty if interrupted."""
         with evaluating_optimizer(self.optimizer):
             results = evaluation(self.accelerator, self.model, self.interrupted)
-        self.stopping = self.stopping or not results
         if results:
             self.log.evaluation(results)
             self.call("on_evaluate", metrics=results)
+        else:
+            self.stopping = True
         return results
 
     def validate(self, prefix: str = "val/") -> dict[str, float]:
-        """Evaluates the validation loss of what the module holds now, as `PREFIX/loss`. It counts neither for `best/` nor for
-        early stopping. Raises `ValueError` if the run evaluates nothing."""
+        """Computes the validation loss of the model as it is now, as `PREFIX/loss`.
+
+        Does not affect `best/` and early stopping. Raises `ValueError` if the run has no
+        validation data.
+        """
         if self.val_loader is None:
             raise ValueError("the run has no validation data: give --eval_every")
         name = prefix.rstrip("/")
@@ -337,31 +320,35 @@ class Run:
         )
 
     def log_metrics(self, metrics: dict[str, float]) -> None:
-        """Adds metrics, by their whole names such as `ema/distance`, to this step's line of `metrics.jsonl`."""
+        """Adds metrics to this step's line of `metrics.jsonl`, by names such as `ema/distance`."""
         self.log.add(metrics)
 
     def copied_model(self) -> LanguageModel | None:
-        """Returns a copy of the model in host memory; None on all processes but the main one."""
+        """Returns a copy of the model in host memory on the main process, None on the others."""
         with evaluating_optimizer(self.optimizer):
             return full_model(self.accelerator, self.model, self.empty)
 
     def save_model(self, directory: str | Path) -> None:
-        """Writes what the module holds now as a model directory."""
-        plain = self.copied_model()
-        self.writer.join()  # it may be comparing the first model
+        """Writes the model as it is now as a model directory."""
+        model = self.copied_model()
+        self.writer.join()  # it may be comparing the first model with transformers'
 
         def save() -> None:
-            assert plain is not None
-            self.files.save(plain, Path(directory), describe_training(self))
+            assert model is not None
+            self.files.save(model, Path(directory), describe_training(self))
 
         on_main_process(save)
 
     # Checkpoints
 
     def save(self, *, again: bool = False) -> None:
-        """Waits for the previous checkpoint and starts to write the one of this step, unless it is written; with `again`
-        in any case. Raises `OSError` if the run's folder is gone."""
-        self._asks_save = self._save_asked = False
+        """Starts to write the checkpoint of this step, after the previous one is written.
+
+        Does nothing if this step's is written already, unless `again`. Raises `OSError` if the
+        run's folder is gone.
+        """
+        self._wants_save = False
+        self._save_requested = False
         failed = on_main_process(self._end_write)
         if self.step == self._saved_step and not (failed or again):
             return
@@ -370,27 +357,27 @@ class Run:
             sync(metrics)  # a resumed run does not repeat this step
         with evaluating_optimizer(self.optimizer):
             trained = bool(self.config.lora)
-            plain = full_model(self.accelerator, self.model, self.empty, trained)
+            model = full_model(self.accelerator, self.model, self.empty, trained)
             parts, state = self.collect()
-            tensors = {name: gather_to_host(self.accelerator, own) for name, own in parts.items()}
-        if plain is not None:
-            self.writer.save(plain, tensors, state, describe_training(self))
+            tensors = {name: gather_to_host(self.accelerator, part) for name, part in parts.items()}
+        if model is not None:
+            self.writer.save(model, tensors, state, describe_training(self))
         self._saved_step = self.step
 
     def report_save(self) -> None:
         """Calls `on_save` of the callbacks for the checkpoint that is written."""
-        self._unreported, self.writer.written = False, None
+        self._unreported = False
+        self.writer.written = None
         self.call("on_save", path=self.run_dir / f"checkpoint-{self._saved_step}")
 
     def _end_write(self) -> bool:
-        """Waits for the previous checkpoint. Returns whether it could not be written.
-
-        Raises `OSError` if the run's folder was removed or moved."""
+        """Waits for the previous checkpoint. Returns whether it could not be written."""
         self.status.write()
         if self.status.lost:
             raise OSError(
-                f"{self.config.output_dir} was removed or moved during the run, or another process trains there now: "
-                "put it back and start the same command again, or choose another --output_dir"
+                f"{self.config.output_dir} was removed or moved during the run, or another process "
+                "trains there now: put it back and start the same command again, or choose another "
+                "--output_dir"
             )
         return self.writer.join() is not None
 
@@ -400,8 +387,8 @@ class Run:
         return self.status.lost or any((self.stop.reason, problem))
 
     def check_problems(self) -> None:
-        """Raises on all ranks `UnreadableData` if one could not read its training data, and the
-        error of a bug while a checkpoint was written."""
+        """Raises a rank's problem on all ranks: `UnreadableData`, or an error of a save."""
         with all_or_none():
-            if problem := self.writer.bug or self.train_loader.problem:
+            problem = self.writer.bug or self.train_loader.problem
+            if problem is not None:
                 raise problem

@@ -1,4 +1,4 @@
-"""Builds the model, optimizer, data and evaluations of a run, and checks that they fit together."""
+"""Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -43,21 +43,17 @@ from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.lora import describe_lora
-from gpt2_accel.models import (
-    LanguageModel,
-    ModelConfig,
-    skeleton,
-)
+from gpt2_accel.models import LanguageModel, ModelConfig, skeleton
 from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.optim import build_optimizer
-from gpt2_accel.run import Objective, Run
+from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CORE_ITEMS = 500  # of each task, in a run; as nanochat has it
+CORE_ITEMS = 500  # of each task, during training, as in nanochat
 
 
 def setup(
@@ -68,37 +64,36 @@ def setup(
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
     callbacks: Sequence[Any],
 ) -> Run:
-    """Builds a run; its state is loaded from the checkpoint if it resumes. The arguments are those of `train`.
+    """Builds a run, and loads its state if it resumes. The arguments are those of `train`.
 
-    Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work together.
+    Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work
+    together.
     """
     for callback in callbacks:
         check_callback(callback)
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
+    pairs = getattr(objective, "pairs", False)
     with all_or_none():
         open_hub(config.data_dir)
-        pairs = getattr(objective, "pairs", False)
         check_pairs(config.data_dir, wanted=pairs)
         config.rows = 2 if pairs else 1
-        config.set_length(read_manifest(config.data_dir)["splits"]["train"]["tokens"])
+        manifest = read_manifest(config.data_dir)
+        config.set_length(manifest["splits"]["train"]["tokens"])
     check_agreement(config, accelerator, checkpoint)
+    conversations = bool(manifest.get("sequence_length"))
     torch.manual_seed(config.seed)
     with all_or_none():
         tokenizer = load_data_tokenizer(config.data_dir)
-        conversations = bool(read_manifest(config.data_dir).get("sequence_length"))
-        prompts: list[Prompt] = [
-            user_turn(prompt) if conversations else prompt for prompt in config.sample_prompts
-        ]
-        for prompt in prompts if config.sample_every else []:
-            encode_prompt(tokenizer, prompt)  # raises for a bad prompt now, not at the first sample
+        prompts = sample_prompts(config, tokenizer, conversations)
         plain = build_model(config, tokenizer, checkpoint, model)
         adapt(plain, config)
         if config.document_mask and not conversations:
             plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
-            # DDP splits compiled graphs to overlap its reductions, and cannot split those with FlexAttention.
+            # DDP splits compiled graphs to overlap its reductions. It cannot split those with
+            # FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)
@@ -108,9 +103,8 @@ def setup(
         if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
-    prepared, own_optimizer = prepare_model(
-        accelerator, plain, (optimizer or configured)(plain, config)
-    )
+    new_optimizer = (optimizer or default_optimizer)(plain, config)
+    prepared, prepared_optimizer = prepare_model(accelerator, plain, new_optimizer)
     measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)
@@ -121,7 +115,7 @@ def setup(
     if note:
         accelerator.print(note)
     with all_or_none():
-        loader, val_loader = build_loaders(config, accelerator, size)
+        train_loader, val_loader = build_loaders(config, accelerator, size)
     evaluations = build_evaluations(
         config, accelerator, plain.config, tokenizer, val_loader, measure
     )
@@ -129,43 +123,62 @@ def setup(
         config,
         accelerator,
         prepared,
-        own_optimizer,
+        prepared_optimizer,
         objective,
         measure,
         tokenizer,
         empty,
-        loader,
+        train_loader,
         val_loader,
-        [*callbacks, *own_callbacks(config, accelerator, evaluations, prompts)],
+        list(callbacks) + default_callbacks(config, accelerator, evaluations, prompts),
         checkpoint,
     )
 
 
+def sample_prompts(
+    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", conversations: bool
+) -> list[Prompt]:
+    """Returns the prompts of the run's samples: texts, or the user's turns in conversations.
+
+    Raises the errors of `encode_prompt` now, not at the first sample.
+    """
+    prompts: list[Prompt] = []
+    for text in config.sample_prompts:
+        prompt = user_turn(text) if conversations else text
+        if config.sample_every:
+            encode_prompt(tokenizer, prompt)
+        prompts.append(prompt)
+    return prompts
+
+
 def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raises `ValueError` if a class of `transformers` does not keep the documents of a row apart, with the run's attention,
-    compilation and activation checkpointing. The main process tries it."""
+    """Raises `ValueError` if a class of `transformers` does not keep documents in a row apart.
+
+    The main process tries it, with the run's attention, compilation and activation checkpointing.
+    """
     name = accelerator.state.dynamo_plugin.backend.value.lower()
     backend = None if name == "no" else name
-    if on_main_process(
-        lambda: documents_cross(model.config, config.checkpoint_activations, backend)
-    ):
+
+    def crosses() -> bool:
+        return documents_cross(model.config, config.checkpoint_activations, backend)
+
+    if on_main_process(crosses):
         raise ValueError(
-            f"{type(model.inner).__name__} does not keep documents apart: leave out --document_mask, or prepare the "
-            "conversations again, for this model"
+            f"{type(model.inner).__name__} does not keep documents apart: leave out "
+            "--document_mask, or prepare the conversations again, for this model"
         )
 
 
-def is_dry_run(config: TrainConfig) -> bool:
-    """Prints the estimate that `--dry_run` asks for, if it is set; returns whether it is.
+def print_estimate(config: TrainConfig) -> None:
+    """Prints the estimate that `--dry_run` asks for, once per launch.
 
     It needs no Accelerator: the planned hardware may be that of another machine.
     """
-    if config.dry_run and int(os.environ.get("RANK", 0)) == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(dry_run(config))
-    return bool(config.dry_run)
 
 
-def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
+def default_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
     """Builds the optimizer that the settings describe."""
     return build_optimizer(
         model,
@@ -177,69 +190,80 @@ def configured(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimiz
     )
 
 
-def own_callbacks(
+def default_callbacks(
     config: TrainConfig,
     accelerator: Accelerator,
     evaluations: list[tuple[int, Evaluation]],
     prompts: list[Prompt],
 ) -> list[Any]:
     """Returns the callbacks that follow the user's, in the order of their calls."""
-    found: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
+    callbacks: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
     if config.profile:
         name = f"trace-{accelerator.process_index}.json"
-        found.append(Profiler(config.profile, Path(config.output_dir, name)))
+        callbacks.append(Profiler(config.profile, Path(config.output_dir, name)))
     if config.report_to:
-        found.append(Trackers(config.report_to))
+        callbacks.append(Trackers(config.report_to))
     if config.push_to_hub:
-        found.append(Pushes())
-    return [*found, Checkpoints()]
+        callbacks.append(Pushes())
+    callbacks.append(Checkpoints())
+    return callbacks
 
 
 def through_prepared(objective: Objective, prepared: torch.nn.Module) -> Objective:
-    """Returns the objective with a check that it calls the prepared model: the hooks of DDP and FSDP are on that."""
-    called: list[bool] = []
-    prepared.register_forward_pre_hook(lambda *_: called.append(True))
+    """Returns the objective with a check that it calls the prepared model.
 
-    def checked(
-        model: torch.nn.Module, batch: Batch
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        called.clear()
-        found = objective(model, batch)
+    DDP and FSDP average gradients by hooks of that model.
+    """
+    called = False
+
+    def note_call(*_: Any) -> None:
+        nonlocal called
+        called = True
+
+    prepared.register_forward_pre_hook(note_call)
+
+    def checked(model: torch.nn.Module, batch: Batch) -> Loss:
+        nonlocal called
+        called = False
+        result = objective(model, batch)
         if not called:
             raise ValueError(
-                "the objective does not call the model that it gets: a module inside it computes without the other "
-                "processes; call model(batch.input_ids)"
+                "the objective does not call the model that it gets: a module inside it computes "
+                "without the other processes; call model(batch.input_ids)"
             )
-        return found
+        return result
 
     return checked
 
 
 def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
-    """Raises `ValueError` if a process has other settings or other data than the main process, or does not see the
-    checkpoint to resume. Paths may differ between nodes."""
-    found = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
+    """Raises `ValueError` if the processes have different settings, data or checkpoints.
+
+    Paths may differ between nodes.
+    """
+    own = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
     with all_or_none():
-        found["data"] = data_fingerprint(config.data_dir)
-    found["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
-    expected = on_main_process(lambda: found)
+        own["data"] = data_fingerprint(config.data_dir)
+    own["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
+    expected = on_main_process(lambda: own)
     with all_or_none():
-        for name, value in found.items():
+        for name, value in own.items():
             if value != expected[name]:
                 raise ValueError(
-                    f"process {accelerator.process_index} has the {name} {value!r}, the main process {expected[name]!r}: "
-                    "start all with the same settings, and put --data_dir and --output_dir on a disk that all nodes share"
+                    f"process {accelerator.process_index} has the {name} {value!r}, the main "
+                    f"process {expected[name]!r}: start all with the same settings, and put "
+                    "--data_dir and --output_dir on a disk that all nodes share"
                 )
 
 
 def build_loaders(
     config: TrainConfig, accelerator: Accelerator, micro_batch_size: int
 ) -> tuple[TrainLoader, EvalLoader | None]:
-    """Builds the loaders of this rank's share of the data; the validation loader is None if nothing is evaluated.
+    """Builds the loaders of this rank's sequences, for training and validation.
 
-    Raises the errors of `TokenStream`.
+    The second is None if nothing is evaluated. Raises the errors of `TokenStream`.
     """
-    share = {
+    common = {
         "sequence_length": config.tokens_per_sequence,
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
@@ -248,7 +272,7 @@ def build_loaders(
         open_split(config.data_dir, "train"),
         micro_batch_size=micro_batch_size,
         seed=config.seed,
-        **share,
+        **common,
     )
     if not config.eval_every:
         return train_loader, None
@@ -256,7 +280,7 @@ def build_loaders(
         open_split(config.data_dir, "val"),
         batch_size=micro_batch_size,
         max_tokens=config.eval_tokens,
-        **share,
+        **common,
     )
     return train_loader, val_loader
 
@@ -269,7 +293,10 @@ def build_evaluations(
     val_loader: EvalLoader | None,
     measure: Measure,
 ) -> list[tuple[int, Evaluation]]:
-    """Returns the evaluations during training, each with its interval in updates. Raises `ValueError` for bad items."""
+    """Returns pairs of an interval in updates and an evaluation.
+
+    Raises `ValueError` for bad items.
+    """
     evaluations: list[tuple[int, Evaluation]] = []
     if val_loader is not None:
         validation = partial(validation_loss, loader=val_loader, measure=measure)

@@ -1,7 +1,8 @@
 """The training loop: `train` builds a run, `run_updates` trains it, `finish` ends it.
 
-`run.py` has what a run is, `callbacks.py` what happens between updates, such as evaluations and checkpoints, `setup.py`
-builds all parts. `lifecycle.py` has the start and the end of a run.
+Read next: `run.py`, what a run is; `callbacks.py`, what happens between updates, such as
+evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`, the start and the
+end of a run.
 """
 
 import math
@@ -17,20 +18,23 @@ from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import set_learning_rate, set_training
-from gpt2_accel.run import Objective, Run
+from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.device import seed_generators
 from gpt2_accel.runtime.signals import lasting_output
-from gpt2_accel.setup import is_dry_run, setup
+from gpt2_accel.setup import print_estimate, setup
 
 
-def next_token_loss(
-    model: torch.nn.Module, batch: Batch
-) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The default objective: the mean cross-entropy of the batch's targets in nats, a scalar. A mixture of experts adds its load
-    balancing loss, which is also a figure."""
-    found = model(batch.input_ids, batch.targets, documents=batch.documents)
-    return (found[0], {"aux_loss": found[1]}) if isinstance(found, tuple) else found
+def next_token_loss(model: torch.nn.Module, batch: Batch) -> Loss:
+    """The default objective: the mean cross-entropy of the batch's targets in nats, a scalar.
+
+    A mixture of experts adds its load balancing loss, which is also returned as a figure.
+    """
+    result = model(batch.input_ids, batch.targets, documents=batch.documents)
+    if isinstance(result, tuple):
+        loss, aux_loss = result
+        return loss, {"aux_loss": aux_loss}
+    return result
 
 
 def train(
@@ -41,22 +45,27 @@ def train(
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> bool:
-    """Trains a model with the settings of `config`, on the hardware and in the precision of the Accelerate config.
+    """Trains a model with the settings of `config`.
 
-    Writes checkpoints, logs and the final model, an HF directory, into `config.output_dir`. All ranks call it.
+    Hardware and precision come from the Accelerate config. Checkpoints, logs and the final model,
+    an HF directory, go to `config.output_dir`. All ranks call it.
 
-    What may be replaced: `model`, a module with what `models.Trainable` lists, or a function of the settings and the data's tokenizer; `objective`, which gets
-    the prepared model, which it must call, and a micro-batch, and returns its loss, or its loss and figures to log (both
-    are means over the counted targets); `optimizer`, a function of the model, not yet prepared, and the settings;
-    `callbacks`, objects with methods of `callbacks.Callback`.
+    Four parts can be replaced:
+    - `model`: a module with the attributes of `models.Trainable`, or a function that builds one
+      from the settings and the data's tokenizer;
+    - `objective`: a function of the prepared model, which it must call, and a micro-batch. It
+      returns the loss, or a pair of the loss and figures to log, all means over counted targets;
+    - `optimizer`: a function of the model, not yet prepared, and the settings;
+    - `callbacks`: objects with methods of `callbacks.Callback`.
 
-    Returns whether the run is complete. It is not if a signal or `max_hours` ends it with a checkpoint, and with
+    Returns whether the run is complete. It is not if a signal or `max_hours` stopped it, or with
     `dry_run`, which trains nothing.
 
-    Raises `ValueError` or `OSError` for settings or data that cannot work, before training, and `Diverged`, a
-    `ValueError`, if the run diverges.
+    Raises `ValueError` or `OSError` before training if settings or data cannot work, and
+    `Diverged`, a `ValueError`, if the run diverges.
     """
-    if is_dry_run(config):
+    if config.dry_run:
+        print_estimate(config)
         return False
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)
@@ -72,24 +81,27 @@ def train(
 
 
 def run_updates(run: Run) -> None:
-    """Trains until the last update, until early stopping or divergence ends the run, or until it has to stop."""
-    config, accelerator, schedule = run.config, run.accelerator, run.schedule
-    model, optimizer = run.model, run.optimizer
+    """Trains until the last update, early stopping, divergence, or a request to stop."""
+    config = run.config
+    accelerator = run.accelerator
+    schedule = run.schedule
+    model = run.model
+    optimizer = run.optimizer
     model.train()
     set_training(optimizer, True)
     while run.goes_on():
-        # Learning rate, data order and dropout seed are functions of the step, so they have no state to resume.
-        first, sequences = schedule.first(run.step), schedule.sequences(run.step)  # of the data
+        # Learning rate, data order and dropout seed are functions of the step, so they have no
+        # state to resume.
+        first = schedule.first(run.step)  # the position of the update's first sequence in the data
         lr = config.learning_rate_at(first / schedule.full)
         set_learning_rate(optimizer, lr, config.learning_rate)
         seed = int(hash64(config.seed, run.step, accelerator.process_index)[0])
         seed_generators(accelerator.device, seed)
-        totals = accumulate_gradients(run, first, sequences)
+        totals = accumulate_gradients(run, first, schedule.sequences(run.step))
         if totals is None:  # a rank has to stop: the unfinished update is dropped
             break
-        grad_norm = accelerator.clip_grad_norm_(
-            model.parameters(), config.max_grad_norm or math.inf
-        )
+        max_norm = config.max_grad_norm or math.inf
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
         figures = run.reduce(totals, grad_norm)  # the host waits for the device here
         scaled = accelerator.scaler is not None  # fp16
         problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
@@ -99,30 +111,32 @@ def run_updates(run: Run) -> None:
         elif scaled:
             accelerator.scaler.update()
         optimizer.zero_grad()
-        run.end_update({**figures, "learning_rate": lr}, problem)
+        figures["learning_rate"] = lr
+        run.end_update(figures, problem)
 
 
 def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torch.Tensor] | None:
-    """Runs forward and backward on this rank's share of one update: `sequences` sequences from position `first`.
+    """Runs forward and backward on this rank's micro-batches of one update.
 
-    Returns this rank's part of the loss and of the objective's other figures, scalars, whose means over the ranks are the
-    means over all that the update counts. Ranks reduce the gradients in the last backward only. Between micro-batches the
-    ranks agree on whether one has to stop; then returns None.
+    The update has `sequences` sequences, from position `first` in the data. Returns this rank's
+    loss and other figures, scalars; their means over the ranks are those of the update. Returns
+    None if a rank has to stop, on which the ranks agree between micro-batches. Gradients are
+    reduced over the ranks in the last backward pass only.
     """
-    model, accelerator = run.model, run.accelerator
+    model = run.model
+    accelerator = run.accelerator
     count = run.loader.micro_batches(sequences)
     totals = {"loss": torch.zeros((), device=accelerator.device)}
     for number, batch in enumerate(run.loader.update(first, sequences), start=1):
         if number > 1 and run.interrupted():
             return None
         with nullcontext() if number == count else accelerator.no_sync(model):
-            found = run.objective(model, batch)
-            loss, others = found if isinstance(found, tuple) else (found, {})
+            result = run.objective(model, batch)
+            loss, others = result if isinstance(result, tuple) else (result, {})
             loss = loss / batch.divisor
             accelerator.backward(loss)
         totals["loss"] += loss.detach()
         for name in run.figure_names(others):
-            totals[name] = (
-                totals.get(name, 0) + torch.as_tensor(others[name]).detach() / batch.divisor
-            )
+            value = torch.as_tensor(others[name]).detach() / batch.divisor
+            totals[name] = totals.get(name, 0) + value
     return totals

@@ -205,14 +205,15 @@ def file_entry(path: Path) -> dict:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's `state.json`; the settings of one of release 0.4 are those of its run.
+    """Reads a checkpoint's `state.json`, and brings that of an older release to the present form.
 
-    Raises `ValueError` if it is damaged."""
+    The entries of `position` are also at the top level. Raises `ValueError` if it is damaged.
+    """
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
         state = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= {"step", "optimizer", "data", "position"}:
             if "settings" not in state:
                 state["settings"] = load_saved(checkpoint.parent / "config.yaml")
-            return state
+            return state | state.get("guard", {}) | state["position"]
     raise ValueError(f"{path} is damaged or of release 0.1: resume from another checkpoint")

@@ -5,8 +5,10 @@ ranks, and the optimizer numbers its parameters. In a checkpoint they are unshar
 under the parameters' names.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,41 @@ def read_states(
         # A memory-mapped tensor would keep the disk space of a removed checkpoint in use.
         values.setdefault(name, {})[key] = tensor.clone()
     return values
+
+
+@dataclass
+class RunState:
+    """What a checkpoint keeps of a run besides its tensors."""
+
+    step: int = 0  # updates done
+    run_id: str = ""  # in the trackers
+    val_loss: float | None = None  # at this step; None if it was not evaluated
+    best: float | None = None  # the lowest validation loss so far
+    waited: int = 0  # evaluations since `best`
+    changes: list[str] = field(default_factory=list)  # of settings, by resumes
+
+    def count(self, loss: float) -> None:
+        """Counts an evaluation, by its validation loss."""
+        self.val_loss = loss
+        self.waited += 1
+        if self.best is None or loss < self.best:
+            self.best = loss
+            self.waited = 0
+
+
+def json_copy(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the content of `state.json` that later changes of its values do not reach.
+
+    Raises `ValueError` for a value that JSON would change.
+    """
+    copy = json.loads(json.dumps(state, default=repr))
+    for name, value in state.items():
+        if repr(value) != repr(copy[name]):  # as text: NaN equals NaN, a tuple is not a list
+            raise ValueError(
+                f"a checkpoint cannot hold the {name} {value}: put tensors at the first level of a "
+                "state, and use numbers, texts, lists and dicts with texts as keys for the rest"
+            )
+    return copy
 
 
 class TrainingState:
