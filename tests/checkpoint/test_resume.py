@@ -10,7 +10,7 @@ import pytest
 from conftest import contents, losses, make_text, read_json, refused, run, status
 
 from gpt2_accel.checkpoint.find import (
-    MANIFEST,
+    CHECKPOINT_MANIFEST,
     find_corruption,
     list_checkpoints,
     verified_directory,
@@ -140,7 +140,9 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
     state = read_json(checkpoint / "training_state/state.json")
     del state["settings"], state["changes"]
     write_json(checkpoint / "training_state/state.json", state)
-    write_manifest(checkpoint, MANIFEST, read_json(checkpoint / MANIFEST)["files"])
+    write_manifest(
+        checkpoint, CHECKPOINT_MANIFEST, read_json(checkpoint / CHECKPOINT_MANIFEST)["files"]
+    )
     branch = tiny("branch", **longer | {"max_steps": 16, "resume_from": str(checkpoint)})
     run(branch)
     found = read_json(tmp_path / "branch/run.json")["changes"]
