@@ -1,7 +1,7 @@
 """The settings of a training run, and how they are parsed: defaults < YAML file < command line.
 
-A recipe subclasses `TrainConfig` to change defaults or to add its own settings, and calls `parse_config`. Hardware,
-processes, precision and compilation are not settings here: they come from the Accelerate config.
+A recipe subclasses `TrainConfig` to change defaults or to add its own settings, and calls
+`parse_config`. Hardware, processes, precision and compilation come from the Accelerate config.
 """
 
 import sys
@@ -26,30 +26,16 @@ from gpt2_accel.runtime.options import (
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
-HUB_STRATEGIES = ("end", "every_save", "checkpoint")  # see `hf/hub.py`
 WEIGHT_DTYPES = ("float32", "bfloat16")
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
-# Fields that say what to do in this call. They are no settings of the run: a run does not save them.
-COMMANDS = ("dry_run", "profile")
-# Settings that do not change a run's numbers. The fingerprint of the data stands for `data_dir`.
-INERT = {
-    "data_dir",
-    "output_dir",
-    "resume_from",
-    "ignore_changes",
-    "save_every",
-    "keep_last",
-    "keep_every",
-    "keep_best",
-    "sample_every",
-    "sample_prompts",
-    "sample_tokens",
-    "push_to_hub",
-    "hub_strategy",
-    "max_hours",
-    "log_every",
-    "report_to",
-}
+# Command-line flags for one call: a run does not save them as settings.
+NOT_SAVED = ("dry_run", "profile")
+# Settings that do not affect results. The fingerprint of the data stands for `data_dir`.
+INERT_NAMES = """
+    data_dir output_dir resume_from ignore_changes save_every keep_last keep_every keep_best
+    sample_every sample_prompts sample_tokens push_to_hub hub_strategy max_hours log_every report_to
+"""
+INERT = frozenset(INERT_NAMES.split())
 
 
 def setting(default: Any, help: str) -> Any:
@@ -64,8 +50,7 @@ def required(help: str) -> Any:
 
 
 def derived(help: str) -> Any:
-    """Returns a dataclass field that the user may set, and that is None until the recipe calls
-    `TrainConfig.derive`."""
+    """Returns a field that is None until `TrainConfig.derive`, unless the user sets it."""
     return setting(None, help)
 
 
@@ -96,17 +81,17 @@ SECTIONS = {
 
 @dataclass
 class TrainConfig:
-    """All settings of a training run. The defaults train GPT-2 124M on 10B tokens with the GPT-3 paper's settings.
+    """All settings of a training run.
 
-    `given` are the names of the settings that `parse_config` found in the YAML file or on the command line.
-
-    Raises `ValueError`, naming the field, for a value out of its range.
+    The defaults train GPT-2 124M on 10B tokens with the GPT-3 paper's settings. Raises
+    `ValueError`, naming the field, for a value out of its range.
     """
 
-    given = frozenset[str]()
+    given = frozenset[str]()  # names of settings that the user gave; not a setting
+    rows = 1  # of the model in a sequence, two in a pair of answers; not a setting
 
     data_dir: str = setting("data", "token shards that `prepare_data` wrote")
-    output_dir: str = setting("runs/train", "folder of the run: logs, checkpoints, final model")
+    output_dir: str = setting("runs/train", "run's folder: logs, checkpoints, final model")
     init_from: str | None = setting(None, "HF directory or USER/NAME@REVISION to start from")
     resume_from: str | None = setting(
         None, "'latest' (a new run if there is none), checkpoint or Hub id to continue"
@@ -117,32 +102,32 @@ class TrainConfig:
     max_steps: int = setting(19073, "updates of total_batch_size tokens")
     epochs: float | None = setting(None, "passes over the data, in place of max_steps")
     learning_rate: float = setting(6e-4, "peak learning rate")
-    eval_every: int = setting(250, "updates between evaluations; 0 for none")
+    eval_every: int = setting(250, "evaluation interval, in updates; 0 for none")
 
-    document_mask: bool = setting(False, "attention stays inside a document; GPT-2's does not")
+    document_mask: bool = setting(False, "keep attention inside documents; GPT-2 does not")
     sequence_length: int | None = setting(None, "tokens per sequence; default n_positions")
     ramp_tokens: int = setting(0, "tokens over which the batch grows; 0 for none")
     ramp_start: int = setting(32, "sequences of the first update of the ramp")
-    checkpoint_activations: bool = setting(False, "far less memory, a third more work")
+    checkpoint_activations: bool = setting(False, "far less memory, a third more compute")
 
     architecture: str | None = setting(
         None,
         f"{', '.join(ARCHITECTURES)}, or HF directory or Hub id of a config.json; default gpt2",
     )
-    attn_implementation: str | None = setting(None, "take transformers' class, with this attention")
+    attn_implementation: str | None = setting(None, "use transformers' class, with this attention")
     router_aux_loss: float | None = setting(
         None, "weight of the experts' load balancing loss; default the model's"
     )
-    lora: int = setting(0, "rank of peft's adapter, trained alone; 0 for none")
+    lora: int = setting(0, "train only a LoRA adapter of this rank; 0 for none")
     lora_alpha: int = setting(8, "scale of the adapter, times its rank")
-    lora_dropout: float = setting(0.0, "of the adapter's input")
+    lora_dropout: float = setting(0.0, "dropout of the adapter's input")
     dtype: str = setting("float32", "of the weights: float32, or bfloat16 to save memory")
-    depth: int | None = setting(None, "N layers of width 64 x N, heads of 64 or nanochat's 128")
+    depth: int | None = setting(None, "N layers of width 64 x N, heads of 64 (nanochat 128)")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")
     n_positions: int = setting(1024, "longest sequence that the model can read")
     bias: bool = setting(True, "biases in GPT-2's Linear and LayerNorm modules")
-    dropout: float = setting(0.0, "of GPT-2's embeddings, attention and residuals")
+    dropout: float = setting(0.0, "dropout of GPT-2's embeddings, attention, residuals")
 
     optimizer: str = setting("adamw", "'adamw', or 'muon' for the blocks' matrices")
     weight_decay: float = setting(0.1, "decay of matrices and embeddings")
@@ -153,36 +138,37 @@ class TrainConfig:
     spike_z: float = setting(0.0, "skip spikes of X standard deviations; 0 for none")
     lr_schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}, after the warmup")
     warmup_steps: int = setting(715, "updates of linear warmup")
-    min_lr_ratio: float = setting(0.1, "last learning rate, as a share of the peak")
-    decay_share: float = setting(0.2, "last share of the updates, in which wsd decays")
+    min_lr_ratio: float = setting(0.1, "last learning rate / peak")
+    decay_share: float = setting(0.2, "share of the updates, at the end, in which wsd decays")
 
     eval_tokens: int = setting(10_485_760, "validation tokens per evaluation, at most")
-    hellaswag_every: int = setting(0, "updates between HellaSwags; 0 for none")
-    hellaswag_data: str | None = setting(None, "JSONL file of its items; default the Hub's")
-    core_every: int = setting(0, "updates between COREs, of 500 items a task; 0 for none")
+    hellaswag_every: int = setting(0, "HellaSwag interval, in updates; 0 for none")
+    hellaswag_data: str | None = setting(None, "JSONL file of its items; default from the Hub")
+    core_every: int = setting(0, "CORE interval, in updates (500 items per task); 0 for none")
     core_data: str | None = setting(None, "DCLM's bundle: folder, ZIP or URL; default nanochat's")
     patience: int = setting(0, "stop after N evaluations without progress; 0 for never")
-    sample_every: int = setting(250, "updates between samples; 0 for none")
+    sample_every: int = setting(250, "sampling interval, in updates; 0 for none")
     sample_prompts: list[str] = setting(["\n"], "prompts that the samples continue")
     sample_tokens: int = setting(100, "new tokens per sample")
 
-    save_every: int = setting(1000, "updates between checkpoints; 0 for the last only")
+    save_every: int = setting(1000, "checkpoint interval, in updates; 0 for the last only")
     keep_last: int = setting(2, "newest checkpoints to keep; one more in training")
-    keep_every: int = setting(0, "also keep those of each N-th update; 0 for none")
-    keep_best: bool = setting(False, "also keep that of the lowest validation loss, as best/")
+    keep_every: int = setting(0, "also keep the checkpoint of every N-th update; 0 for none")
+    keep_best: bool = setting(False, "also keep the one with the lowest validation loss, as best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
     ignore_changes: bool = setting(False, "resume although the data or the model changed")
 
-    push_to_hub: str | None = setting(None, "repository, USER/NAME, to push to while training")
+    push_to_hub: str | None = setting(None, "Hub repository to push to while training, USER/NAME")
     hub_strategy: str = setting(
         "every_save",
-        "what: 'end' the final model, 'every_save' each saved one too, 'checkpoint' also what --resume_from needs",
+        "'end' pushes the final model, 'every_save' each checkpoint's model too, 'checkpoint' also "
+        "what --resume_from needs",
     )
 
-    log_every: int = setting(10, "updates between lines of metrics.jsonl")
+    log_every: int = setting(10, "interval of lines in metrics.jsonl, in updates")
     report_to: list[str] = setting([], "trackers: wandb, tensorboard, trackio")
-    seed: int = setting(1337, "of weights, data order, dropout and samples")
-    deterministic: bool = setting(False, "torch's deterministic algorithms, which are slower")
+    seed: int = setting(1337, "seed of weights, data order, dropout and samples")
+    deterministic: bool = setting(False, "use torch's deterministic algorithms, which are slower")
     dry_run: list[str] = setting(
         [], "print memory, FLOPs and time of this launch, or of a launch config and a GPU, and exit"
     )
@@ -191,10 +177,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps log_every "
-            "eval_tokens sample_tokens keep_last depth ramp_start",
-            not_negative="lora router_aux_loss learning_rate warmup_steps weight_decay max_grad_norm eval_every hellaswag_every core_every "
-            "sample_every save_every keep_every seed micro_batch_size patience profile ramp_tokens adam_eps spike_z",
+            positive="n_layer n_head n_embd n_positions sequence_length total_batch_size max_steps "
+            "log_every eval_tokens sample_tokens keep_last depth ramp_start",
+            not_negative="lora router_aux_loss learning_rate warmup_steps weight_decay "
+            "max_grad_norm eval_every hellaswag_every core_every sample_every save_every "
+            "keep_every seed micro_batch_size patience profile ramp_tokens adam_eps spike_z",
             above_zero="max_hours epochs lora_alpha",
             share="min_lr_ratio decay_share",
             below_one="beta1 beta2 dropout lora_dropout",
@@ -202,25 +189,23 @@ class TrainConfig:
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
         name = self.architecture
-        if name not in (None, *ARCHITECTURES) and "/" not in name and not Path(name).is_dir():
+        if name and name not in ARCHITECTURES and "/" not in name and not Path(name).is_dir():
             raise ValueError(
-                f"architecture must be one of {', '.join(ARCHITECTURES)}, or the folder or Hub id of a config.json, got {name!r}"
+                f"architecture must be one of {', '.join(ARCHITECTURES)}, or the folder or Hub id "
+                f"of a config.json, got {name!r}"
             )
-        choice_of = {
+        choices_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
-            "hub_strategy": HUB_STRATEGIES,
+            "hub_strategy": ("end", "every_save", "checkpoint"),
             "report_to": TRACKERS,
             "dtype": WEIGHT_DTYPES,
         }
-        for name, choices in choice_of.items():
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             for word in value if isinstance(value, list) else [value]:
                 if word not in choices:
-                    known = ", ".join(filter(None, choices))
-                    raise ValueError(f"{name} must be one of {known}, got {word!r}")
-
-    rows = 1  # of the model in a sequence: two in a pair of answers; not a setting
+                    raise ValueError(f"{name} must be one of {', '.join(choices)}, got {word!r}")
 
     @property
     def tokens_per_sequence(self) -> int:
@@ -229,7 +214,7 @@ class TrainConfig:
 
     @property
     def tokens_per_row(self) -> int:
-        """The length of what the model sees at once: a sequence, or one answer of a pair with its prompt."""
+        """The length of a row of the model: a sequence, or one answer of a pair."""
         return self.tokens_per_sequence // self.rows
 
     def learning_rate_at(self, update: float) -> float:
@@ -245,38 +230,41 @@ class TrainConfig:
         )
 
     def fit_positions(self, n_positions: int) -> None:
-        """Sets `sequence_length` to the positions of a model that has fewer than the default, unless it is given."""
+        """Sets `sequence_length` to a model's positions, if they are fewer and it is not given."""
         given = self.sequence_length is not None or "n_positions" in self.given
         if n_positions < self.n_positions and not given:
             self.sequence_length = n_positions
 
     def set_length(self, tokens: int) -> None:
-        """Sets `max_steps` to `epochs` passes over data of `tokens` tokens, if `epochs` is given. Raises `ValueError` if that is
-        not below 2^63."""
+        """Sets `max_steps` to `epochs` passes over `tokens` tokens, if `epochs` is given.
+
+        Raises `ValueError` if that is 2^63 or more.
+        """
         if self.epochs is not None:
             self.max_steps = max(1, round(self.epochs * tokens / self.total_batch_size))
             check_ranges(self, positive="max_steps")
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:
-        """Halves the micro-batch `size` until the processes divide an update evenly. The order of the data does not
-        depend on it.
+        """Halves the micro-batch `size` until it divides the sequences of a process in an update.
 
-        Returns the size, and a note for the user, None if nothing changed. Raises what `batch_schedule` raises.
+        The order of the data does not depend on it. Returns the size, and a note for the user, None
+        if nothing changed. Raises the errors of `batch_schedule`.
         """
         each = self.batch_schedule(processes).full // processes
         fitting = halved(size, each)
         if fitting == size:
             return size, None
-        return fitting, (
-            f"micro_batch_size {fitting} in place of {size}: each process has {each} sequences of an update of "
-            f"{self.total_batch_size:,} tokens"
+        note = (
+            f"micro_batch_size {fitting} in place of {size}: each process has {each} sequences of "
+            f"an update of {self.total_batch_size:,} tokens"
         )
+        return fitting, note
 
     def batch_schedule(self, processes: int, step: int = 0, seen: int = 0) -> BatchSchedule:
         """Builds the batch schedule from update `step` on, after `seen` sequences.
 
-        Raises `ValueError` if an update is not a whole number of sequences on each of the `processes`, or if `ramp_start` does
-        not divide the full batch.
+        Raises `ValueError` if `processes` do not divide the sequences of an update, or if
+        `ramp_start` does not.
         """
         length = self.tokens_per_sequence
         name = "n_positions" if self.sequence_length is None else "sequence_length"
@@ -287,20 +275,16 @@ class TrainConfig:
                 f"total_batch_size ({self.total_batch_size} tokens) is not a multiple of {name} x "
                 f"processes = {length} x {processes} = {tokens}: try {nearest}, or another --{name}"
             )
-        full, start = self.total_batch_size // length, self.ramp_start
+        full = self.total_batch_size // length
+        start = self.ramp_start
         if self.ramp_tokens and (full % start or start % processes):
             raise ValueError(
-                f"ramp_start ({start} sequences) has to divide the {full} sequences of total_batch_size, and to be a multiple "
-                f"of the {processes} processes: set another --ramp_start"
+                f"ramp_start ({start} sequences) is not a multiple of the {processes} processes "
+                f"that divides the {full} sequences of total_batch_size: set another --ramp_start"
             )
-        return BatchSchedule(
-            full,
-            self.max_steps * full,
-            start=start,
-            ramp=self.ramp_tokens // length,
-            step=step,
-            seen=seen,
-        )
+        ramp = self.ramp_tokens // length
+        total = self.max_steps * full
+        return BatchSchedule(full, total, start=start, ramp=ramp, step=step, seen=seen)
 
     def derive(self, **values: float) -> None:
         """Sets the settings that the user did not give. See `derived`."""
@@ -309,14 +293,14 @@ class TrainConfig:
                 setattr(self, name, value)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the run by name, without the `COMMANDS`."""
-        return {name: value for name, value in asdict(self).items() if name not in COMMANDS}
+        """Returns the settings of the run by name, without the `NOT_SAVED`."""
+        return {name: value for name, value in asdict(self).items() if name not in NOT_SAVED}
 
     def save(self, path: str | Path) -> None:
         """Writes the settings as a YAML file that `--config` reads."""
         settings = self.settings()
         if self.epochs is not None:
-            del settings["max_steps"]  # which follows
+            del settings["max_steps"]  # it follows from `epochs`
         write_file(path, yaml.safe_dump(settings, sort_keys=False))
 
 
@@ -326,8 +310,8 @@ Config = TypeVar("Config")
 def parse_config(config_class: type[Config], args: list[str] | None = None) -> Config:
     """Parses the settings of a recipe from the command line (`sys.argv` if `args` is None).
 
-    `--config FILE.yaml` overrides the defaults of `config_class`; options override both. Raises `ValueError` for an unknown
-    setting or a value of the wrong type, `FileNotFoundError` if the YAML file is missing.
+    `--config FILE.yaml` overrides the defaults of `config_class`; options override both. Raises
+    `ValueError` for an unknown setting or a value of the wrong type, `FileNotFoundError` for FILE.
     """
     words = sys.argv[1:] if args is None else args
     hints = get_type_hints(config_class)
@@ -336,25 +320,26 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
     values = {} if found.config is None else read_yaml(found.config, hints)
     lengths = {"max_steps", "epochs"}
-    if lengths <= given or lengths <= {n for n, value in values.items() if value is not None}:
+    in_file = {name for name, value in values.items() if value is not None}
+    if lengths <= given or lengths <= in_file:
         raise ValueError("max_steps and epochs both give the length of a run: leave one out")
     if "max_steps" in given:
         values.pop("epochs", None)
     given |= values.keys()
     parser.set_defaults(**values)
     found = parser.parse_args(words)
-    if missing := [f"--{name}" for name in hints if getattr(found, name) is MISSING]:
+    missing = [f"--{name}" for name in hints if getattr(found, name) is MISSING]
+    if missing:
         raise ValueError(f"the following arguments are required: {', '.join(missing)}")
     if "dry_run" in given and found.dry_run == []:
-        found.dry_run = ["here"]  # without words it plans for this launch
+        found.dry_run = ["here"]  # without a value it estimates this launch
     config = config_class(**{name: getattr(found, name) for name in hints})
     vars(config)["given"] = frozenset(given)
     return config
 
 
 def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
-    """Builds the parser of `--config` and of the settings of `config_class`, in the sections of `--help`. A setting without
-    a default is `MISSING` if it is not given."""
+    """Builds the parser; a setting without a default is `MISSING` if it is not given."""
     header = sys.modules[config_class.__module__].__doc__ or ""
     parser = Parser(
         usage="%(prog)s [--config FILE.yaml] [--SETTING VALUE ...]",
@@ -362,8 +347,8 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
         epilog="[...] is the default. A switch without a value is true.",
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="settings to read first")
-    texts: dict[str, str] = {}  # a recipe that has another default keeps the text
-    for base in config_class.__mro__[::-1]:
+    texts: dict[str, str] = {}  # a recipe with another default keeps the help text
+    for base in reversed(config_class.__mro__):
         if is_dataclass(base):
             texts |= {f.name: f.metadata["help"] for f in fields(base) if f.metadata}
     trains = issubclass(config_class, TrainConfig)
@@ -383,7 +368,7 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
         shape: dict[str, Any] = {}
         if get_origin(hints[name]) is list:
             shape = {"nargs": "*" if name == "dry_run" else "+"}
-        elif parse is true_or_false:  # or no value, which is true
+        elif parse is true_or_false:  # without a value it is true
             shape = {"nargs": "?", "const": True}
         section.add_argument(
             f"--{name}", type=parse, metavar=metavar, default=default, help=text, **shape
@@ -392,22 +377,22 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
 
 
 def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Reads the settings in a YAML file, whose types are `hints`. Those that were taken back have no effect, which is said."""
+    """Reads the settings, of types `hints`, in a YAML file. Warns of those that were removed."""
     values = {}
     for name, value in load_yaml(path, "--config").items():
         if name in REMOVED and name not in hints:
             if value != REMOVED[name]:
-                print(f"{path}: {name} was taken back and has no effect", file=sys.stderr)
+                print(f"{path}: {name} was removed and has no effect", file=sys.stderr)
         elif isinstance(value, dict):
             raise ValueError(
-                f"{path} has settings below {name!r}: write all at the left margin, as `name: value` lines"
+                f"{path} has settings below {name!r}: write `name: value` lines without indent"
             )
         elif name not in hints:
             raise ValueError(
                 f"{path} has the unknown setting {name!r}{suggestion(str(name), hints, '')}"
             )
-        elif name not in COMMANDS:
+        elif name not in NOT_SAVED:
             values[name] = convert(path, name, value, hints[name])
         elif value:
-            raise ValueError(f"{path} has {name}, which is no setting: give it as --{name}")
+            raise ValueError(f"{path} has {name}, which is not a setting: give it as --{name}")
     return values
