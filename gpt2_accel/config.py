@@ -279,8 +279,8 @@ class TrainConfig:
         start = self.ramp_start
         if self.ramp_tokens and (full % start or start % processes):
             raise ValueError(
-                f"ramp_start ({start} sequences) is not a multiple of the {processes} processes "
-                f"that divides the {full} sequences of total_batch_size: set another --ramp_start"
+                f"ramp_start ({start} sequences) has to divide the {full} sequences of "
+                f"total_batch_size and to be a multiple of {processes} processes: set another one"
             )
         ramp = self.ramp_tokens // length
         total = self.max_steps * full
