@@ -183,7 +183,7 @@ class TrainConfig:
             "max_grad_norm eval_every hellaswag_every core_every sample_every save_every "
             "keep_every seed micro_batch_size patience profile ramp_tokens adam_eps spike_z",
             above_zero="max_hours epochs lora_alpha",
-            share="min_lr_ratio decay_share",
+            fraction="min_lr_ratio decay_share",
             below_one="beta1 beta2 dropout lora_dropout",
         )
         if "" in (self.data_dir, self.output_dir):

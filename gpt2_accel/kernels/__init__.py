@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KernelChoices:
-    """What `runtime.accelerator.configure_backends` chooses for the device; the defaults are those of a CPU.
+    """What `runtime.accelerator.configure_backends` chooses; the defaults are those of a CPU.
 
     `enabled`, from the environment, turns all kernels on. `logits_at_once` is the most logits that the loss computes at
     once; None is `cross_entropy.LOGITS_AT_ONCE`. `sdpa_order` names torch's attention kernels, the preferred first;

@@ -1,1 +1,1 @@
-"""Everything around the training loop: launch, setup, logs, trackers, signals, anomalies, early stopping."""
+"""Around the training loop: launch, devices, files, logs, trackers, signals, anomalies."""

@@ -32,8 +32,8 @@ from gpt2_accel.runtime.signals import launched
 M_TRIM_THRESHOLD = -1  # malloc.h
 M_MMAP_THRESHOLD = -3
 
-# Fields of an Accelerate config that are refused: the launcher's environment variable of the field, the values that are
-# allowed, and the fix. A run does what all others say.
+# Fields of an Accelerate config that are refused: the launcher's environment variable, the allowed
+# values, and the fix. All other fields are allowed.
 REFUSED = {
     "ACCELERATE_MIXED_PRECISION": ("no bf16 fp16", "use bf16, fp16 or no"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "remove it, --total_batch_size gives it"),
@@ -50,7 +50,7 @@ REFUSED = {
 
 
 def build_accelerator(deterministic: bool = False) -> Accelerator:
-    """Builds the `Accelerator` from Accelerate's config file and environment, and checks that they took effect.
+    """Builds the `Accelerator` from Accelerate's config file and environment, and checks both.
 
     `deterministic` turns on torch's deterministic algorithms.
 
@@ -60,17 +60,17 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     for name, (allowed, fix) in REFUSED.items():
         value = os.environ.get(name, allowed.split()[0])
         if value.lower() not in allowed.split():
-            raise ValueError(
-                f"the Accelerate config has {name.removeprefix('ACCELERATE_').lower()} {value}: {fix}"
-            )
-    # Segments that grow: memory is less fragmented where the shapes of batches vary. Read at the first CUDA call.
+            field = name.removeprefix("ACCELERATE_").lower()
+            raise ValueError(f"the Accelerate config has {field} {value}: {fix}")
+    # Segments that grow: memory is less fragmented where the shapes of batches vary. torch reads
+    # the variable at the first CUDA call.
     names = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
     if not names & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    process_state()  # all of the launch
+    process_state()  # checks that Accelerate sees all processes
     # DDP's buckets are the gradients, instead of a copy of them.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     try:
@@ -81,7 +81,8 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
         raise ValueError("Accelerate has no fp16 here: use --mixed_precision bf16 or no")
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
-            "the Accelerate config shards by FSDP1, with which a run cannot be saved: set fsdp_version: 2"
+            "the Accelerate config shards by FSDP1, with which a run cannot be saved: set "
+            "fsdp_version: 2"
         )
     on_cpu = accelerator.device.type == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU")
     if on_cpu and (launched() or may_have_gpu()):
@@ -104,7 +105,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
 def configure_backends(
     device: torch.device, precision: str, compiled: bool, deterministic: bool
 ) -> None:
-    """Sets what torch and the kernels should use on the device, in Accelerate's `precision`."""
+    """Configures torch and the kernels for the device; `precision` is Accelerate's."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
         kernels.choose(logits_at_once=logits_at_once(total_memory(device), precision))
@@ -119,35 +120,36 @@ def configure_backends(
         sdpa_order=attention_order(device, deterministic),
         block_masks=has_block_masks(device),
     )
-    # Inductor reports a choice of its own for few rows, once for each graph.
+    # Inductor reports its choice for few rows, once for each graph.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
-    # A run compiles for its micro-batch and for the evaluation, and a program may train several runs. Dynamo runs any
-    # beyond the limit, by default 8, uncompiled.
+    # A run compiles for its micro-batch and for the evaluation, and a program may train several
+    # runs. Dynamo runs functions beyond the limit, by default 8, uncompiled.
     torch._dynamo.config.recompile_limit = 64
 
 
 def set_memory_policy() -> None:
     """Sets the memory policy of glibc and the compiler for training on a CPU, for this process.
 
-    By default glibc returns each large block to the system when torch frees it, and each update waits for the system
-    to clear new pages: a tenth of its time at 124M. Here glibc keeps blocks of up to 1 GiB. The compiler recomputes
-    cheap activations such as GELU in the backward pass instead of storing them: 0.8 GiB less at 124M and 4 x 1,024
-    tokens, in the same time.
+    By default glibc returns each large block to the system when torch frees it, and each update
+    waits for the system to clear new pages: a tenth of its time at 124M. Here glibc keeps blocks of
+    up to 1 GiB. The compiler recomputes cheap activations such as GELU in the backward pass instead
+    of storing them: 0.8 GiB less at 124M and 4 x 1,024 tokens, in the same time.
     """
     functorch.activation_memory_budget = 0.8
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        # An older glibc refuses more than 32 MiB.
-        libc.mallopt(M_MMAP_THRESHOLD, 2**30) or libc.mallopt(M_MMAP_THRESHOLD, 2**25)
+        if not libc.mallopt(M_MMAP_THRESHOLD, 2**30):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that an older glibc accepts
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Calls `accelerator.prepare`. FSDP2 in mixed precision reduces gradients in fp32 and runs the forward under autocast.
+    """Calls `accelerator.prepare`, with this package's mixed precision under FSDP2.
 
-    By Accelerate's defaults gradients, the loss, the norms and the residual stream would be in bf16.
+    FSDP2 then reduces gradients in fp32 and runs the forward under autocast. By Accelerate's
+    defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
     dtype = AUTOCAST_DTYPES.get(accelerator.mixed_precision)
     units = getattr(model, "_no_split_modules", None)
@@ -171,6 +173,6 @@ def close(accelerator: Accelerator) -> None:
     """Ends the trackers and the process group."""
     accelerator.end_training()
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
-        # A thread of gloo frees the last collective's tensors slightly later and needs the interpreter for it. If the
-        # interpreter has ended by then, the process aborts.
+        # A thread of gloo frees the last collective's tensors slightly later and needs the
+        # interpreter for it. If the interpreter has ended by then, the process aborts.
         time.sleep(0.2)

@@ -15,7 +15,10 @@ def may_have_gpu() -> bool:
 def missing_gpu() -> str:
     """Returns why torch has no GPU here, and what helps."""
     if may_have_gpu():
-        return "torch cannot use the GPU: install a build for its driver, see https://pytorch.org/get-started"
+        return (
+            "torch cannot use the GPU: install a build for its driver, see "
+            "https://pytorch.org/get-started"
+        )
     return "there is no GPU here: take the launch config cpu.yaml"
 
 

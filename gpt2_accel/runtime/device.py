@@ -1,7 +1,8 @@
 """Device capabilities: bf16 units, a compiler, peak FLOP/s, memory, whether a tensor is sharded.
 
-The environment variable `GPT2_ACCEL_DEVICE` overrides them, for tests and for machines that report wrong values. It is
-a JSON object of function names and return values, such as `{"has_bf16": false, "free_memory": 1000000000}`.
+The environment variable `GPT2_ACCEL_DEVICE` overrides them, for tests and for machines that report
+wrong values. It is a JSON object of function names and return values, such as
+`{"has_bf16": false, "free_memory": 1000000000}`.
 """
 
 import functools
@@ -22,15 +23,18 @@ OVERRIDES = "GPT2_ACCEL_DEVICE"
 
 
 class Gpu(NamedTuple):
-    """Dense FLOP/s in bf16 with fp32 sums (V100 and T4: fp16), and bytes of memory. Data sheets often quote the double,
-    for sparse matrices, and for GeForce fp16 sums, which are twice as fast."""
+    """Dense FLOP/s in bf16 with fp32 sums (V100 and T4: fp16), and bytes of memory.
+
+    Data sheets often quote twice as much: for sparse matrices, and for GeForce fp16 sums.
+    """
 
     peak_flops: float
     memory: float
 
 
-# By words of the device's name, the longer first; the memory is that of the largest version where the name does not say
-# it. The source stands after each: a page below nvidia.com/en-us/data-center, or another document of NVIDIA.
+# By words of the device's name, the longer first. If the name does not give the memory, it is that
+# of the largest version. The source is in the comment: a page below nvidia.com/en-us/data-center,
+# or another document of NVIDIA.
 GPUS = {
     "B200": Gpu(2250e12, 180e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
     "H200 NVL": Gpu(835e12, 141e9),  # h200: 1,671 TFLOPS sparse
@@ -74,7 +78,7 @@ def best_device() -> torch.device:
 
 
 def launch_device() -> torch.device:
-    """Returns the device of a launch without flags: the GPU of this machine if torch can use one, else the CPU."""
+    """Returns the device of a launch without flags: a GPU if torch can use one, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -85,7 +89,7 @@ def accelerator_count() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the model of a CUDA device, such as `NVIDIA H100 80GB HBM3`; `cpu` or `mps` for others."""
+    """Returns the model of a CUDA device, such as `NVIDIA H100 80GB HBM3`, else `cpu` or `mps`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -147,24 +151,30 @@ def peak_flops(name: str) -> float | None:
     """
     if re.search(r"\b(Laptop|MIG|D)\b", name):
         return None
-    found = (g.peak_flops for words, g in GPUS.items() if re.search(rf"\b{words}\b(?! NVL)", name))
-    return next(found, None)
+    for words, gpu in GPUS.items():
+        if re.search(rf"\b{words}\b(?! NVL)", name):
+            return gpu.peak_flops
+    return None
 
 
 def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...]:
-    """Returns torch's attention kernels that the device has, the fastest first, by their names in `SDPBackend`.
+    """Returns the attention kernels of the device, the fastest first: names in `SDPBackend`.
 
-    cuDNN's takes half the time of flash attention on Hopper, and more on Ampere (huggingface/transformers#48163). With
-    `deterministic` only kernels whose backward is. Empty for devices other than NVIDIA GPUs: torch decides.
+    cuDNN's takes half the time of flash attention on Hopper, and more time on Ampere
+    (huggingface/transformers#48163). `deterministic` selects kernels with a deterministic backward.
+    Empty for devices other than NVIDIA GPUs: torch decides.
     """
     major, _ = compute_capability(device)
     if not major:
         return ()
-    flash = ("FLASH_ATTENTION",) if major >= 8 else ()
-    if deterministic:
-        return *flash, "MATH"
-    first = ("CUDNN_ATTENTION",) if major in (9, 10) else ()
-    return *first, *flash, "EFFICIENT_ATTENTION", "MATH"
+    names = ["MATH"]
+    if not deterministic:
+        names.insert(0, "EFFICIENT_ATTENTION")
+    if major >= 8:
+        names.insert(0, "FLASH_ATTENTION")
+    if major in (9, 10) and not deterministic:
+        names.insert(0, "CUDNN_ATTENTION")
+    return tuple(names)
 
 
 @overridable
@@ -174,26 +184,28 @@ def has_block_masks(device: torch.device) -> bool:
 
 
 def logits_at_once(memory: float, precision: str) -> int:
-    """Returns the number of logits in a sixteenth of `memory` bytes of a GPU, in Accelerate's `precision`.
+    """Returns the number of logits that fit into a sixteenth of `memory` bytes of a GPU.
 
-    Few large chunks of the loss are faster than many: 36 ms at once, 40 in 8 chunks, 57 in 64 (pytorch/pytorch#124480).
+    `precision` is Accelerate's. Few large chunks of the loss are faster than many: 36 ms in one
+    chunk, 40 in 8, 57 in 64 (pytorch/pytorch#124480).
     """
-    return int(memory / 16 / (2 if precision in AUTOCAST_DTYPES else 4))
+    width = 2 if precision in AUTOCAST_DTYPES else 4
+    return int(memory / 16 / width)
 
 
 def end_of_work(device: torch.device) -> torch.Event | None:
-    """Returns an event at the end of the work that a CUDA device has got so far, None for other devices."""
+    """Returns an event after the work queued on a CUDA device so far, None for other devices."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a CUDA device has done all that it got."""
+    """Waits until a CUDA device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def cpu_instructions() -> str:
-    """Returns the instruction sets that compiled code uses on this CPU, and whether it has bf16 units and AMX."""
+    """Returns the CPU's instruction sets for compiled code, and whether it has bf16 and AMX."""
     units = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
     return f"{torch.backends.cpu.get_cpu_capability()} {units}"
 
@@ -201,7 +213,7 @@ def cpu_instructions() -> str:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seeds the random generators of the CPU and of `device`.
 
-    `torch.manual_seed` also formats a stack trace for each kind of device that is not in use: up to 0.4 ms.
+    `torch.manual_seed` also formats a stack trace for each unused kind of device: up to 0.4 ms.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -209,7 +221,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Moves a tensor from the CPU; copies to a CUDA device from pinned memory, so that the host does not wait."""
+    """Moves a tensor from the CPU; for CUDA through pinned memory, so the host does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -228,21 +240,24 @@ def free_memory(device: torch.device) -> int:
 
 @overridable
 def reports_out_of_memory(device: torch.device) -> bool:
-    """Whether an allocation that does not fit raises `torch.OutOfMemoryError`. On a CPU the system ends the process."""
+    """Whether too large an allocation raises `OutOfMemoryError`; on a CPU it ends the process."""
     return device.type == "cuda"
 
 
 @overridable
 def total_memory(device: torch.device | None = None) -> int:
-    """Returns the bytes of a CUDA device's memory, or of the machine's for other devices and without one."""
+    """Returns the bytes of a CUDA device's memory, else those of the machine's memory."""
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 
 
 def memory_gb() -> float:
-    """Returns this process's memory in GB (1e9 bytes): torch's peak reservation on the current CUDA device, or the
-    resident set size if the process uses none."""
+    """Returns the memory of this process in GB (1e9 bytes).
+
+    It is torch's peak reservation on the current CUDA device, or the resident set size if the
+    process uses none.
+    """
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved() / 1e9
     return psutil.Process().memory_info().rss / 1e9

@@ -1,4 +1,4 @@
-"""Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, messages of errors.
+"""Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, error messages.
 
 A reader sees the old content or the new, never a part. Files are written under a hidden temporary
 name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The name is
@@ -32,8 +32,10 @@ _numbers = itertools.count()
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Yields a binary file that atomically replaces `path` when the block ends, after a sync to disk. If the block
-    raises, `path` is unchanged."""
+    """Yields a binary file that atomically replaces `path` when the block ends, synced to disk.
+
+    If the block raises, `path` is unchanged.
+    """
     scratch = scratch_path(Path(path))
     try:
         with disk_errors(scratch, path), open(scratch, "xb", 2**20) as file:
@@ -59,9 +61,11 @@ def write_json(path: str | Path, value: object) -> None:
 
 @contextmanager
 def atomic_files(directory: str | Path) -> Iterator[Path]:
-    """Yields an empty folder whose files replace those of `directory` when the block ends without an error, each
-    atomically, after all are synced to disk. The last in the alphabet is replaced first, so that a `config.json` never
-    lacks its `model.safetensors`."""
+    """Yields an empty folder whose files replace those of `directory` when the block ends.
+
+    Each file is replaced atomically, after all are synced to disk; none if the block raises. The
+    last in the alphabet is first, so that a `config.json` always has its `model.safetensors`.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with scratch_directory(directory / "files") as scratch, disk_errors(scratch, directory):
@@ -74,10 +78,10 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yields an empty folder that becomes `path` when the block ends without an error, after it is synced to disk.
+    """Yields an empty folder that becomes `path` when the block ends, synced to disk.
 
-    If the block or the replacement raises, `path` is unchanged. Without `replace` it raises the errors of
-    `check_unused`.
+    If the block or the replacement raises, `path` is unchanged. Without `replace` it raises the
+    errors of `check_unused`.
     """
     if not replace:
         check_unused(path)
@@ -99,7 +103,10 @@ def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Pat
 
 @contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty folder beside `path`, and removes it at the end. First removes those that killed processes left."""
+    """Yields an empty folder beside `path`, and removes it at the end.
+
+    First removes the folders that killed processes left.
+    """
     remove_leftovers(path.parent)
     scratch = scratch_path(path)
     scratch.mkdir(parents=True)
@@ -111,10 +118,10 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(scratch: Path, path: str | Path) -> Iterator[None]:
-    """Makes an error of the disk in the block name `path`, or a file below it, in place of `scratch`.
+    """Makes a disk error in the block name `path`, or a file below it, in place of `scratch`.
 
-    A full disk raises an `OSError` without a file's name, and in the libraries safetensors and
-    tokenizers another type with the system's error in its text. Both become an `OSError` with a name.
+    A full disk raises an `OSError` without a file name; safetensors and tokenizers raise another
+    type with the system's error in its text. Both become an `OSError` with a name.
     """
     try:
         yield
@@ -141,7 +148,7 @@ def scratch_path(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes the temporary files and folders in `folder` of processes of this machine that have ended."""
+    """Removes temporary files and folders in `folder` whose processes, on this host, have ended."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         with suppress(ValueError):
             if not psutil.pid_exists(int(path.name.split(".")[-3])):
@@ -149,7 +156,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, link or folder as far as possible; ignores what does not exist."""
+    """Removes a file, link or folder as completely as possible; ignores what does not exist."""
     shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # a folder, or its rest
         path.unlink()
@@ -175,10 +182,11 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
-    """Locks an output folder for this process, and creates it if it does not exist. The lock ends with the process.
+    """Locks an output folder for this process, and creates it if it does not exist.
 
-    Waits up to `wait` seconds for another process that holds the lock. Removes partial files of killed processes. If
-    the block raises, removes folders that this call created and that hold nothing else.
+    The lock ends with the process. Waits up to `wait` seconds for another process that holds it.
+    Removes partial files of killed processes. If the block raises, removes folders that this call
+    created and that hold nothing else.
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
@@ -189,7 +197,8 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         lock = FileLock(folder / LOCK, poll_interval=0.5).acquire(timeout=wait)
     except Timeout as error:
         raise OSError(
-            f"{folder} is in use by another process: wait for it to end, or choose another --output_dir"
+            f"{folder} is in use by another process: wait for it to end, or choose another "
+            "--output_dir"
         ) from error
     held = lock_id(folder)
     with lock:
@@ -207,8 +216,10 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
 
 def lock_id(folder: str | Path) -> int | None:
-    """Returns the inode of a folder's lock file; 0 if there is none, None if the disk does not
-    answer. It changes if another process locks a new folder under the same name."""
+    """Returns the inode of a folder's lock file; 0 if there is none, None if the disk fails.
+
+    It changes if another process locks a new folder under the same name.
+    """
     try:
         return (Path(folder) / LOCK).stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
@@ -221,7 +232,7 @@ def lock_id(folder: str | Path) -> int | None:
 
 
 def check_unused(folder: str | Path) -> None:
-    """Raises `FileExistsError` if an output folder holds something, is a file or is the working directory."""
+    """Raises `FileExistsError` if `folder` is not empty, is a file or is the working directory."""
     folder = Path(folder)
     if folder == Path() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists already: choose another folder")
@@ -246,7 +257,10 @@ def readable_size(size: float) -> str:
 
 
 def number(values: Mapping[str, float | None], name: str) -> str:
-    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345; empty if it is unknown."""
+    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345.
+
+    Returns an empty string for a metric that is not in `values`.
+    """
     known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
     return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
@@ -263,10 +277,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 class JsonLines:
-    """An append-only log with one JSON object, with a `step`, per line; each line is written immediately.
+    """An append-only log: one JSON object with a `step` per line, written immediately.
 
-    Opening it drops the lines of steps after `last_step`, which a resumed run rewrites, and an incomplete last line.
-    `entries` are those that stay.
+    Opening it drops the lines of steps after `last_step`, which a resumed run rewrites, and an
+    incomplete last line. `entries` are the lines that stay.
     """
 
     def __init__(self, path: str | Path, last_step: int):
@@ -275,11 +289,14 @@ class JsonLines:
         self._file = open(path, "ab", buffering=2**20)
 
     def write(self, entry: dict) -> None:
-        """Appends one entry, with null for numbers that are not finite. On a full disk it stays in the buffer."""
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in entry.items()
-        }
+        """Appends an entry, with null for numbers that are not finite.
+
+        If the disk is full, the line stays in the buffer.
+        """
+        finite = {}
+        for name, value in entry.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            finite[name] = value if is_finite else None
         with suppress(OSError):
             self._file.write(json.dumps(finite).encode() + b"\n")
             self._file.flush()
@@ -293,7 +310,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict]:
-    """Returns the entries of a `JsonLines` file, without damaged lines; none if the file does not exist."""
+    """Returns the entries of a `JsonLines` file without damaged lines; none if there is no file."""
     entries = []
     if Path(path).exists():
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -313,8 +330,7 @@ def first_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`, without `FILE` if it
-    names none."""
+    """Returns the message of an error on one line; an `OSError` of the system as `FILE: reason`."""
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
         return f"{place}{error.strerror}"

@@ -5,23 +5,27 @@ import statistics
 from dataclasses import dataclass, field
 
 MAX_BAD_STEPS = 5  # skipped updates in a row, after which the run has diverged
-# The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row the scale cannot be
-# the cause: the gradients themselves are not finite.
+# The fp16 gradient scaler starts at 2^16 and halves its scale at each overflow. After 50 in a row
+# the scale cannot be the cause: the gradients themselves are not finite.
 MAX_OVERFLOWS = 50
 WINDOW = 100  # good updates whose mean and standard deviation define a spike
 
 
 class Diverged(ValueError):
-    """A run whose loss, gradients or weights are not finite. `status.json` names it, so that a study records the outcome."""
+    """A run whose loss, gradients or weights are not finite.
+
+    `status.json` names it, so that a study records the outcome.
+    """
 
 
 @dataclass
 class AnomalyGuard:
     """Checks the loss and the gradient norm before clipping of each update, both over all ranks.
 
-    An update is bad if one of them is not finite. With `spike_z` above 0 it is also bad if one of them exceeds the mean of
-    the last `WINDOW` good updates by more than `spike_z` of their standard deviations. `recent` has the values of these
-    updates, by name, which a checkpoint keeps. `bad_in_a_row` counts the bad updates since the last good one.
+    An update is bad if one of them is not finite. With `spike_z` above 0 it is also bad if one of
+    them exceeds the mean of the last `WINDOW` good updates by more than `spike_z` of their standard
+    deviations. `recent` has the values of these updates by name; a checkpoint keeps it.
+    `bad_in_a_row` counts the bad updates since the last good one.
     """
 
     spike_z: float = 0.0
@@ -32,8 +36,9 @@ class AnomalyGuard:
     def check(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
         """Returns what is wrong with an update; None if it is good.
 
-        `scaled` means that the fp16 gradient scaler is in use. It skips updates with a non-finite gradient norm itself,
-        to find its scale. Such an update is bad only after `MAX_OVERFLOWS` of them in a row.
+        `scaled` means that the fp16 gradient scaler is in use. To find its scale, it skips updates
+        with a non-finite gradient norm itself. Such an update is bad only after `MAX_OVERFLOWS` of
+        them in a row.
         """
         overflow = scaled and not math.isfinite(grad_norm) and math.isfinite(loss)
         self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflow else 0
@@ -47,7 +52,9 @@ class AnomalyGuard:
                 return problem
         self.bad_in_a_row = 0
         for name, value in values.items():
-            self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
+            recent = list(self.recent.get(name, []))
+            recent.append(value)
+            self.recent[name] = recent[-WINDOW:]
         return None
 
     def problem(self, name: str, value: float) -> str | None:

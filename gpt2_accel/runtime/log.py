@@ -1,4 +1,4 @@
-"""The log of a run: measures the training, and writes metrics and samples to files, terminal and trackers; `status.json`."""
+"""The log of a run: metrics and samples in files, terminal and trackers; `status.json`."""
 
 import os
 import sys
@@ -28,17 +28,19 @@ SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside 
 
 @dataclass
 class RunLog(AbstractContextManager):
-    """Logs a run, and measures the training time, without evaluations, samples and checkpoints. A context manager around
-    the run's loop.
+    """Logs a run, and measures the training time without evaluations, samples and checkpoints.
 
-    Writes `metrics.jsonl` and `samples.jsonl` into `run_dir`, and shows the progress; with `run_dir` None, on all processes
-    but the main one, it only measures. Opening the files drops the lines after `step`, the updates done before, which a
-    resumed run rewrites. An evaluation of `step` itself that a resumed run makes has a line of its own.
+    A context manager around the run's loop. Writes `metrics.jsonl` and `samples.jsonl` into
+    `run_dir`, and shows the progress. If `run_dir` is None, on all processes but the main one, it
+    only measures. Opening the files drops the lines after `step`, the number of updates done
+    before, which a resumed run rewrites. If a resumed run evaluates at `step` itself, it adds a
+    line.
 
-    `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step` updates.
-    `full_speed` is that of an MFU of 1, in tokens per second, None if unknown.
+    `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step`
+    updates. `full_speed` is the speed at an MFU of 1, in tokens per second, None if unknown.
 
-    `seconds` is the training time, including that before a resume. `results` has the newest evaluations.
+    `seconds` is the training time, including the time before a resume. `results` has the newest
+    evaluations.
     """
 
     run_dir: Path | None
@@ -80,7 +82,7 @@ class RunLog(AbstractContextManager):
         return self.tokens_at(self.step)
 
     def resume(self) -> None:
-        """Starts the clock again. It stands still from the end of an update until this call."""
+        """Starts the clock again. It is paused from the end of an update until this call."""
         self._now = time.perf_counter()
 
     def advance(self, step: int) -> None:
@@ -91,9 +93,11 @@ class RunLog(AbstractContextManager):
         self._bar.update(step - self._bar.n)
 
     def training(self, figures: dict[str, float]) -> None:
-        """Logs figures of the last update as `train/NAME`, with the speed since the last call, the training time in
-        seconds, the memory in GB, and the MFU if known. Shows some of them beside the bar. A figure may be a tensor of one
-        element."""
+        """Logs figures of the last update as `train/NAME`, and shows some of them beside the bar.
+
+        Adds the speed since the last call (tokens/s), the training time (seconds), the memory (GB)
+        and the MFU if known. A figure may be a tensor of one element.
+        """
         tokens, seconds = self._measured
         speed = (self.tokens - tokens) / (self.seconds - seconds)
         self._measured = (self.tokens, self.seconds)
@@ -106,24 +110,26 @@ class RunLog(AbstractContextManager):
         if self.full_speed:
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
-        shown = {name: f"{figures[name]:.4g}" for name in SHOWN if name in figures}
-        self._bar.set_postfix({"at": self.step, **shown}, refresh=False)
+        shown: dict[str, object] = {"at": self.step}
+        for name in SHOWN:
+            if name in figures:
+                shown[name] = f"{figures[name]:.4g}"
+        self._bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:
-        """Prints a warning if the speed has halved and other processes use a fifth of a core or more."""
-        others = (
-            psutil.cpu_percent() * (os.cpu_count() or 1) - PROCESS.cpu_percent()
-        )  # since the last call
+        """Prints a warning if the speed has halved and others use a fifth of a core or more."""
+        used = psutil.cpu_percent() * (os.cpu_count() or 1)  # since the last call
+        others = used - PROCESS.cpu_percent()
         if speed < self._best / 2 and others > 20:
             self.print_line(
-                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other processes use {others:.0f}% of a "
-                "CPU core"
+                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other "
+                f"processes use {others:.0f}% of a CPU core"
             )
             self._best = speed  # warns again at a further fall
         self._best = max(self._best, speed)
 
     def skipped(self, problem: str, samples: list) -> None:
-        """Logs that the last update was skipped because of `problem`, and the samples that it read."""
+        """Logs that the last update was skipped because of `problem`, and its samples."""
         self._line |= {"skipped": problem, "samples": samples}
         self.print_line(f"skipped because {problem}; metrics.jsonl has its samples")
 
@@ -132,7 +138,7 @@ class RunLog(AbstractContextManager):
         results = numbers(results)
         self.add(results)
         self.results |= results
-        self.print_line(in_words(results))
+        self.print_line(format_results(results))
 
     def add(self, metrics: dict[str, float]) -> None:
         """Adds metrics to this update's line."""
@@ -150,11 +156,14 @@ class RunLog(AbstractContextManager):
             sys.stdout.flush()  # keeps the order with stderr if both go to one pipe
 
     def write(self) -> dict[str, object]:
-        """Writes the metrics of this update, if any were logged; returns the line, with its `step` and `tokens`. Of these
-        `skipped` and `samples` are not numbers."""
+        """Writes the metrics of this update, if there are any; returns the line.
+
+        The line has `step` and `tokens`. Its entries `skipped` and `samples` are not numbers.
+        """
         if not self._line:
             return {}
-        line = {"step": self.step, "tokens": self.tokens, **self._line}
+        line: dict[str, object] = {"step": self.step, "tokens": self.tokens}
+        line.update(self._line)
         self._line = {}
         if self._files:
             self._files[0].write(line)
@@ -162,26 +171,27 @@ class RunLog(AbstractContextManager):
 
 
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns figures with numbers of Python in place of tensors and numpy's."""
+    """Returns figures with Python numbers in place of tensors and numpy scalars."""
     return {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
 
 
-def in_words(results: dict[str, float]) -> str:
-    """Formats the results of an evaluation as one line, each with its standard error if there is one."""
+def format_results(results: dict[str, float]) -> str:
+    """Formats the results of an evaluation as one line, with the known standard errors."""
     names = [name for name in results if not name.endswith("_stderr")]
     return ", ".join(f"{name} {number(results, name)}" for name in names)
 
 
 @dataclass
 class Status:
-    """Writes `status.json` of a run; a context manager around its loop. `step()` is the number of updates done.
+    """Writes `status.json` of a run; a context manager around its loop.
 
-    It has the `state` (`running`, `finished`, `stopped` or `failed`), the `reason`, the `step`, the `time` of the last
-    heartbeat, and `requeue`: whether the same command, started again, would continue the run. It is true for `running`
-    (if its process is gone, it was killed) and `stopped`, unless by Ctrl-C, and for `failed` if `stop` has a reason or
-    another process was lost after some progress.
+    `step()` is the number of updates done. The file has the `state` (`running`, `finished`,
+    `stopped` or `failed`), the `reason`, the `step`, the `time` of the last heartbeat, and
+    `requeue`: whether the same command, started again, would continue the run. `requeue` is true
+    for `running` (if its process is gone, it was killed) and `stopped`, unless by Ctrl-C. For
+    `failed` it is true if `stop` has a reason or another process was lost after some progress.
 
-    `lost` says that the folder is no longer this run's: it was removed or moved. Then nothing is written.
+    `lost` is true if the folder was removed or moved. Then nothing is written.
     """
 
     run_dir: Path
@@ -206,8 +216,9 @@ class Status:
             if issubclass(kind, KeyboardInterrupt):
                 self.end("stopped", "SIGINT, twice")
             else:
-                progress = self.step() > self._first
-                requeue = progress if error and peer_failed(error) else self.stop.reason is not None
+                requeue = self.stop.reason is not None
+                if error and peer_failed(error):
+                    requeue = self.step() > self._first  # some progress
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()
 
@@ -222,7 +233,7 @@ class Status:
             self.write()
 
     def write(self) -> None:
-        """Writes the status now, and looks whether the folder is still this run's."""
+        """Writes the status now, and checks whether the folder still belongs to this run."""
         with self._writing:
             self.lost = self.lost or lock_id(self.run_dir) not in (self._lock, None)
             if self.lost:

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def describe_run(run: "Run") -> dict:
-    """Returns the metadata of a run that is about to start, beside its settings, for `run.json` and the trackers.
+    """Returns the metadata of a run that is about to start, for `run.json` and the trackers.
 
-    `tokens` are those of the run's `updates` updates. `batch` describes how the tokens of a full update are divided;
-    `micro_batch_size` and `sequence_length` are those that the settings lead to. `changes` is the run's
-    `history`. `tokenizer` is the fingerprint of the
-    data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after changes, None outside a
-    repository. Only the main process looks up what takes time: the commit and the versions.
+    `tokens` counts the tokens of the run's `updates` updates. `batch` describes how the tokens of a
+    full update are divided. `changes` is the history of changed settings. `tokenizer` is the
+    fingerprint of the data's tokenizer. `git_commit` is the working directory's commit, with
+    `-dirty` after changes, None outside a repository. Only the main process reads the commit and
+    the versions, which takes time.
     """
     config = run.config
     accelerator = run.accelerator
@@ -33,10 +33,16 @@ def describe_run(run: "Run") -> dict:
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
     count = loader.micro_batches(run.schedule.full)
-    sharded = ", sharded by FSDP2" if accelerator.is_fsdp2 else ""
-    ramp = ""
+    batch = (
+        f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
+        f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x "
+        f"{length} tokens"
+    )
     if config.ramp_tokens:
-        ramp = f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
+        batch += f", growing from {config.ramp_start} sequences over {config.ramp_tokens:,} tokens"
+    hardware = f"{accelerator.num_processes} x {device_name(accelerator.device)}"
+    if accelerator.is_fsdp2:
+        hardware += ", sharded by FSDP2"
     return {
         "run_id": run.state.run_id,
         "parameters": shape.parameter_count,
@@ -44,14 +50,12 @@ def describe_run(run: "Run") -> dict:
         "flops_per_token": flops_per_token(shape, config.tokens_per_row),
         "updates": run.updates,
         "tokens": tokens,
-        "batch": f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
-        f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x {length} tokens{ramp}",
+        "batch": batch,
         "micro_batch_size": loader.micro_batch_size,
         "sequence_length": length,
         "epochs": tokens / length / loader.windows,
         "data": f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
-        "hardware": f"{accelerator.num_processes} x {device_name(accelerator.device)}{sharded}, "
-        f"{precision_name(accelerator.mixed_precision)}",
+        "hardware": f"{hardware}, {precision_name(accelerator.mixed_precision)}",
         "changes": run.state.changes,
         "git_commit": git_commit() if main else None,
         "versions": installed_versions() if main else {},
@@ -75,8 +79,11 @@ def describe_training(run: "Run") -> Training:
 def changed_settings(
     config: TrainConfig, before: dict[str, Any], step: int, tokens: int
 ) -> dict[str, str]:
-    """Returns the settings that can change a run's numbers and differ from those of its `step` updates so far, `before`:
-    name -> `NAME OLD -> NEW from update STEP`. Also the learning rate that follows after `tokens` tokens."""
+    """Returns the changed settings that can affect a run's numbers, and the next learning rate.
+
+    `before` are the settings of its `step` updates, `tokens` tokens, so far. The result maps a name
+    to `NAME OLD -> NEW from update STEP`.
+    """
     former = copy(config)
     vars(former).update(before)
     old = former.settings()
@@ -109,16 +116,17 @@ def start_summary(run: "Run") -> str:
     return (
         f"{about['parameters']:,} parameters on {about['hardware']}, compile backend {compiled}\n"
         f"{about['batch']}\n"
-        f"updates {run.step:,} to {run.updates:,}: {about['tokens']:,} tokens, {about['epochs']:.3g} epochs, "
-        f"{flops:.2g} FLOPs, into {run.config.output_dir}"
+        f"updates {run.step:,} to {run.updates:,}: {about['tokens']:,} tokens, "
+        f"{about['epochs']:.3g} epochs, {flops:.2g} FLOPs, into {run.config.output_dir}"
     )
 
 
 def end_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows after the last update."""
     log = run.log
+    flops = log.tokens * run.metadata["flops_per_token"]
+    speed = log.tokens / max(log.seconds, 1e-9)
     return (
-        f"trained on {log.tokens:,} tokens ({log.tokens * run.metadata['flops_per_token']:.2g} FLOPs) in "
-        f"{duration(log.seconds)}, {log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, "
-        f"{memory_gb():.2g} GB of memory at the end"
+        f"trained on {log.tokens:,} tokens ({flops:.2g} FLOPs) in {duration(log.seconds)}, "
+        f"{speed:,.0f} tokens/s, {memory_gb():.2g} GB of memory at the end"
     )

@@ -1,4 +1,4 @@
-"""How the values of options and YAML files are parsed and checked, and what to say about an option that does not exist."""
+"""Parses and checks options and the values of YAML files; hints for unknown options."""
 
 import argparse
 import difflib
@@ -32,12 +32,11 @@ OTHER_NAMES = {
     "save_steps": "save_every",
     "max_seq_length": "sequence_length",
 }
-# What other programs have as options, and the launch config sets here.
-LAUNCH = {
-    *("precision", "fp16", "bf16", "mixed_precision", "dtype", "device", "cpu", "cuda", "mps"),
-    *("gpus", "num_gpus", "devices", "num_processes", "nodes", "num_nodes"),
-    *("compile", "torch_compile", "fsdp", "deepspeed"),
-}
+# Options of other programs; here the launch config sets these things.
+LAUNCH_OPTIONS = """
+    precision fp16 bf16 mixed_precision dtype device cpu cuda mps gpus num_gpus devices
+    num_processes nodes num_nodes compile torch_compile fsdp deepspeed
+""".split()  # noqa: SIM905
 # Settings of earlier releases, and their defaults.
 REMOVED: dict[str, Any] = {
     "eval_only": False,
@@ -56,15 +55,16 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("be at least 1", lambda x: x >= 1),
     "not_negative": ("not be negative", lambda x: x >= 0),
     "above_zero": ("be above 0", lambda x: x > 0),
-    "share": ("be between 0 and 1", lambda x: 0 <= x <= 1),
+    "fraction": ("be between 0 and 1", lambda x: 0 <= x <= 1),
     "below_one": ("be at least 0 and below 1", lambda x: 0 <= x < 1),
 }
 
 
 def check_ranges(settings: object, **names_of: str) -> None:
-    """Raises `ValueError` for a setting that is out of range, not finite, or too large for 64 bits. None passes.
+    """Raises `ValueError` for a setting that is out of range, infinite, NaN or beyond 64 bits.
 
-    Each keyword is a key of `RANGES`; its value is the names of the settings in that range, separated by spaces.
+    None passes. Each keyword is a key of `RANGES`; its value is the names of the settings in that
+    range, separated by spaces.
     """
     for range_name, names in names_of.items():
         rule, holds = RANGES[range_name]
@@ -79,13 +79,16 @@ def check_ranges(settings: object, **names_of: str) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that takes no abbreviated options, and raises `ValueError` in place of printing its usage."""
+    """An `ArgumentParser` without abbreviated options that raises `ValueError` for a mistake."""
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the command line of this parser or of a sub-command's; raises `ValueError` for an unknown option."""
+        """Parses the words for this parser or a sub-command's.
+
+        Raises `ValueError` for an unknown option.
+        """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             named = [action.option_strings[0] for action in self._actions if action.option_strings]
@@ -98,19 +101,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
-    """Returns how a word becomes a value of a setting of type `hint`, or an item of it, and the word's name in `--help`."""
+    """Returns the function that parses a word for a setting, and the word's name in `--help`.
+
+    `hint` is the setting's type; for a list and an optional type, that of an item.
+    """
     if name == "micro_batch_size":
         return batch_size, "N"
     kinds: dict[Any, tuple[Callable[[str], Any], str]] = {
         bool: (true_or_false, "BOOL"),
-        int: (whole_number, "N"),
+        int: (integer, "N"),
         float: (float, "X"),
     }
     return kinds.get((get_args(hint) or (hint,))[0], (str, "TEXT"))  # int of int | None
 
 
-def whole_number(text: str) -> int:
-    """Parses a whole number, such as 1000 or 1e3. Raises `ArgumentTypeError` for another word."""
+def integer(text: str) -> int:
+    """Parses an integer, such as 1000 or 1e3. Raises `ArgumentTypeError` for another word."""
     try:
         return int(text)
     except ValueError:
@@ -118,12 +124,12 @@ def whole_number(text: str) -> int:
             number = float(text)
             if number.is_integer():
                 return int(number)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an integer")
 
 
 def batch_size(text: str) -> int:
     """Parses `--micro_batch_size`: a number, or `auto`, which is 0."""
-    return 0 if text == "auto" else whole_number(text)
+    return 0 if text == "auto" else integer(text)
 
 
 def true_or_false(text: str) -> bool:
@@ -136,32 +142,35 @@ def true_or_false(text: str) -> bool:
 def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
     """Returns the hint that ends a message about an unknown option.
 
-    `word` is the option as it was typed. `names` are the options that there are, written without dashes; `dashes` begin
-    an option in the hint.
+    `word` is the option as it was typed. `names` are the known options, without dashes; `dashes`
+    are put before an option in the hint.
     """
     option, equals, _ = word.partition("=")
     if dashes and not equals and not word.startswith("-"):
         return ": options begin with --"
     name = option.lstrip("-").split(".")[-1].replace("-", "_").lower()
     meant = name if name in names else OTHER_NAMES.get(name)
-    # Training and evaluation are launched.
-    if name in LAUNCH and meant != name and "eval_tokens" in names:
+    # Only recipes that train or evaluate are launched.
+    if name in LAUNCH_OPTIONS and meant != name and "eval_tokens" in names:
         return (
-            ": the launch config sets hardware and precision, as in accelerate launch --config_file "
-            "accelerate_configs/8xa100.yaml --num_processes 4 --mixed_precision bf16 RECIPE"
+            ": the launch config sets hardware and precision, as in accelerate launch "
+            "--config_file accelerate_configs/8xa100.yaml --num_processes 4 --mixed_precision bf16 "
+            "RECIPE"
         )
     if meant not in names:
         if name in REMOVED:
-            return ": it was taken back, CHANGELOG.md says what to do instead"
+            return ": it was removed, CHANGELOG.md says what to do instead"
         begun = [known for known in names if known.startswith(name)]
         meant = next(iter(begun or difflib.get_close_matches(name, names, n=1)), None)
     return f": did you mean {dashes}{meant}?" if meant else ": --help lists the settings"
 
 
 def convert(path: str, name: str, value: Any, hint: Any) -> Any:
-    """Converts a YAML value to the type `hint`, through words as on the command line: YAML reads 6e-4 as a string.
+    """Converts a YAML value to the type `hint`.
 
-    Raises `ValueError` if it cannot be converted."""
+    It parses the value as a word of the command line, since YAML reads 6e-4 as a string. Raises
+    `ValueError` if it cannot be converted.
+    """
     several = get_origin(hint) is list
     parse, _ = parser_of(name, hint)
     try:
@@ -177,7 +186,10 @@ def convert(path: str, name: str, value: Any, hint: Any) -> Any:
 
 
 def load_yaml(path: str, option: str) -> dict:
-    """Reads the YAML file that `option` names. Raises `FileNotFoundError` or `ValueError` if it is no mapping."""
+    """Reads the YAML file that `option` names.
+
+    Raises `FileNotFoundError`, or `ValueError` if it does not hold a mapping.
+    """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{option} {path}: there is no such file")
     try:
@@ -190,6 +202,8 @@ def load_yaml(path: str, option: str) -> dict:
 
 
 def load_saved(path: Path) -> dict:
-    """Returns the content of a YAML or JSON file of a run's folder; empty if there is none. Raises `ValueError` if it is
-    damaged."""
+    """Returns the content of a YAML or JSON file of a run's folder; empty if there is none.
+
+    Raises `ValueError` if it is damaged.
+    """
     return load_yaml(str(path), "run") if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Coordinates the processes of a run: the main process acts first, and its result or error reaches all ranks."""
+"""Coordinates the processes of a run: the main process first, then its result or error to all."""
 
 import itertools
 import os
@@ -31,15 +31,16 @@ _numbers = itertools.count()
 def process_state() -> PartialState:
     """Returns Accelerate's `PartialState`, for a recipe's work before training.
 
-    `PartialState()` without arguments does not see the processes of a CPU launch. Raises `ValueError` if Accelerate does not
-    see all started processes: each would train as if it were alone.
+    `PartialState()` without arguments does not see the processes of a CPU launch. Raises
+    `ValueError` if Accelerate does not see all started processes: each would train alone.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     started = os.environ.get("WORLD_SIZE", "1")
     if started != str(state.num_processes):
         raise ValueError(
-            f"WORLD_SIZE is {started}, but Accelerate has num_processes {state.num_processes}: without GPUs take "
-            "the launch config cpu.yaml, or for several processes on a CPU put ACCELERATE_USE_CPU=true before the command"
+            f"WORLD_SIZE is {started}, but Accelerate has num_processes {state.num_processes}: "
+            "without GPUs take the launch config cpu.yaml, or for several processes on a CPU put "
+            "ACCELERATE_USE_CPU=true before the command"
         )
     return state
 
@@ -52,10 +53,11 @@ def processes() -> PartialState:
 
 @contextmanager
 def main_process_first() -> Iterator[None]:
-    """Runs the block on the main process first, then on the others. All ranks call it equally often.
+    """Runs the block on the main process first, then on the others.
 
-    The others wait at the launch's key-value store, since an NCCL collective times out after ten minutes. If the block fails
-    on the main process, they wait until the launcher ends them.
+    All ranks call it equally often. The others wait at the launch's key-value store, since an NCCL
+    collective times out after ten minutes. If the block fails on the main process, they wait until
+    the launcher ends them.
     """
     state = process_state()
     if state.num_processes == 1:
@@ -91,7 +93,7 @@ def on_main_process(function: Callable[[], Result]) -> Result:
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """Runs a block without collectives on all processes; if it fails on one, raises that error on all.
+    """Runs a block without collectives on all processes; an error on one is raised on all.
 
     Otherwise the others would wait for the failed process in their next collective.
     """
@@ -100,17 +102,21 @@ def all_or_none() -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    found = gather_object([mine and picklable(mine)])
-    first = mine or next(filter(None, found), None)
-    if first:
-        raise first
+    own = None if mine is None else picklable(mine)
+    failures = gather_object([own])
+    if mine is not None:
+        raise mine
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[], bool]:
-    """Returns a function that says whether `flag()` is true on any rank; all ranks call it equally often.
+    """Returns a function that reports whether `flag()` is true on any rank.
 
-    With several processes, or on a GPU, its answer is that of the previous call: the host waits until the device has
-    reached that call, not for what it got later.
+    All ranks call it equally often. With several processes, or on a GPU, its answer is that of the
+    previous call: the host waits until the device has done the work queued before that call, not
+    later work.
     """
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
         return flag
@@ -137,8 +143,10 @@ def peer_failed(error: BaseException) -> bool:
 
 
 def picklable(error: Exception) -> Exception:
-    """Converts the error to a built-in type that can be pickled and broadcast; that of a bug to a
-    `RuntimeError` with its traceback."""
+    """Converts an error to a built-in type that can be pickled and broadcast.
+
+    A bug becomes a `RuntimeError` with its traceback.
+    """
     for kind in (UnreadableData, OSError, ValueError):
         if isinstance(error, kind):
             return kind(sentence(error))

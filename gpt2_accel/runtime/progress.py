@@ -14,32 +14,31 @@ Item = TypeVar("Item")
 
 
 class Progress(tqdm):
-    """A `tqdm` bar that follows the terminal's width and disappears at the end of the task, or lines without a terminal.
+    """A `tqdm` bar as wide as the terminal, which disappears at the end; lines without a terminal.
 
     `total` is None if unknown. `options` are those of `tqdm`. Shows nothing if `shown` is False.
     """
 
     def __init__(self, what: str, total: float | None, *, shown: bool = True, **options: Any):
+        shape: dict[str, Any] = {"leave": False}
         if sys.stderr.isatty():
-            shape: dict[str, Any] = {"delay": DELAY, "dynamic_ncols": True}
+            shape |= {"delay": DELAY, "dynamic_ncols": True}
         else:
-            shape = {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
+            shape |= {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
             shape |= {"file": Lines(), "bar_format": LINE}
-        super().__init__(
-            desc=what, total=total, disable=not shown, **{"leave": False, **shape, **options}
-        )
+        super().__init__(desc=what, total=total, disable=not shown, **(shape | options))
 
 
 class Lines:
-    """The file that a `tqdm` bar writes to without a terminal: prints each state of the bar as a line on stderr."""
+    """The file of a `tqdm` bar without a terminal: prints each state of the bar on stderr."""
 
     def write(self, text: str) -> None:
-        """Prints what is not blank."""
+        """Prints text that is not blank."""
         line = text.strip()
         if line:
             print(line, file=sys.stderr, flush=True)
 
 
 def progress(items: Iterable[Item], what: str, total: int, *, shown: bool = True) -> Iterable[Item]:
-    """Yields the items, `total` of them, and shows the progress of what is done with them."""
+    """Yields the items, `total` of them, and shows how many are done."""
     return Progress(what, total, shown=shown, iterable=items)

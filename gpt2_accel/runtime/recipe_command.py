@@ -1,7 +1,7 @@
 """The shipped folders, in a clone and in an installed wheel, and the command that runs a recipe.
 
-A wheel holds the folders `recipes`, `accelerate_configs` and `benchmarks` inside the package; in a clone they are beside
-it.
+A wheel holds the folders `recipes`, `accelerate_configs` and `benchmarks` inside the package; in a
+clone they are beside it.
 """
 
 import os
@@ -36,7 +36,7 @@ def folder(name: str) -> Path:
 
 
 def recipe_command(recipe: str, *arguments: str | Path) -> str:
-    """Returns the command that runs `recipes/RECIPE.py`, quoted for a shell in the working directory."""
+    """Returns the shell command that runs `recipes/RECIPE.py` from the working directory."""
     [name] = [name for name, script in COMMANDS.items() if script == recipe]
     console = Path(sys.executable).with_name("gpt2-accel")
     return shlex.join([program(console), name, *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""What ends a run early, a signal or `max_hours`, and what must not: a terminal that is gone."""
+"""Ends a run early, by a signal or `max_hours`; keeps it alive when its terminal is gone."""
 
 import ctypes
 import errno
@@ -20,22 +20,24 @@ SIGNALS = (
     signal.SIGXCPU,
     signal.SIGQUIT,
 )
-SECONDS_TO_STOP = 15.0  # seconds from a signal to the end of the process; launchers and schedulers kill it after 30
-# Seconds within which a second signal counts as the same one: Slurm signals all processes, and the launcher passes its
-# own signal on.
+# From a signal to the end of the process; launchers and schedulers kill it after 30 seconds.
+SECONDS_TO_STOP = 15.0
+# Seconds within which a second signal counts as the same one: Slurm signals all processes, and the
+# launcher forwards its own signal.
 ECHO = 0.5
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-# What Accelerate's and torch's launchers set in each process that they start.
+# Accelerate's and torch's launchers set these in each process that they start.
 LAUNCHERS = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}
-DRIVER = "GPT2_ACCEL_DRIVER"  # environment variable: the process id of the study that started this process
+DRIVER = "GPT2_ACCEL_DRIVER"  # the variable with the process id of the study that started this one
 exit_code = 0  # of this process, by the signal that has stopped its run
 
 
 class StopRequest:
     """Records that a run has to stop; a context manager around its loop.
 
-    `reason` is None, the first signal of `SIGNALS`, `max_hours` once that many hours have passed, or a request's. A second Ctrl-C
-    raises `KeyboardInterrupt`. SIGHUP, which the end of a terminal sends, stays ignored under `nohup`.
+    `reason` is None, the first signal of `SIGNALS`, `max_hours` after that many hours, or the
+    reason of a `request`. A second Ctrl-C raises `KeyboardInterrupt`. SIGHUP, which the end of a
+    terminal sends, stays ignored under `nohup`.
     """
 
     def __init__(self, max_hours: float | None = None):
@@ -53,25 +55,29 @@ class StopRequest:
 
     @property
     def requeue(self) -> bool:
-        """Whether the run wants to be started again: not after Ctrl-C, nor after a callback's request."""
+        """Whether the run should be started again: not after Ctrl-C or a callback's request."""
         return self._requested is None and self._signal != "SIGINT"
 
     def request(self, reason: str) -> None:
-        """Ends the run because of `reason`, unless something else does."""
+        """Ends the run because of `reason`, unless it already has one."""
         self._requested = self._requested or reason
 
     @property
     def exit_code(self) -> int:
-        """128 plus the number of the signal, as shells have it; 0 after `max_hours`. Also 0 under a launcher: it would
-        report another code as a failure, and restart the run."""
+        """128 plus the number of the signal, as in shells; 0 after `max_hours`.
+
+        Also 0 under a launcher, which would report another code as a failure and restart the run.
+        """
         if self._signal is None or launched():
             return 0
         return 128 + signal.Signals[self._signal]
 
     @property
     def seconds_left(self) -> float:
-        """The seconds that optional waits may still take: infinite before a signal, `SECONDS_TO_STOP` from the first signal on, 0
-        after a second one."""
+        """The seconds that optional waits may still take.
+
+        Infinite before a signal, `SECONDS_TO_STOP` at the first signal, 0 after a second one.
+        """
         return max(0.0, self._received + SECONDS_TO_STOP - time.monotonic())
 
     def __enter__(self) -> "StopRequest":
@@ -106,10 +112,10 @@ def launched() -> bool:
 
 
 def die_with_launcher() -> None:
-    """On Linux, makes the kernel send SIGTERM to this process when its launcher, or the study that started it, dies.
+    """On Linux, ends this process (SIGTERM) when its launcher or the study that started it dies.
 
-    With one process, `accelerate launch` dies of a signal without passing it on. Does nothing without a launcher or a
-    study: the end of a shell must not stop the run.
+    With one process, `accelerate launch` dies of a signal without forwarding it. Does nothing
+    without a launcher or a study: the end of a shell must not stop the run.
     """
     if launched() or os.environ.get(DRIVER) == str(os.getppid()):
         end_with_parent(signal.SIGTERM)
@@ -123,11 +129,14 @@ def end_with_parent(number: signal.Signals) -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """In the block, and later at the end of the process, stdout and stderr may be gone: a closed terminal or pipe raises
-    no error."""
+    """Ignores errors of a closed terminal or pipe on stdout and stderr in the block.
+
+    Also at the end of the process.
+    """
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
-        sys.stdout, sys.stderr = lasting = [LastingStream(stream or nowhere) for stream in before]
+        lasting = [LastingStream(stream or nowhere) for stream in before]
+        sys.stdout, sys.stderr = lasting
         try:
             yield
         finally:
@@ -137,7 +146,10 @@ def lasting_output() -> Iterator[None]:
 
 
 class LastingStream:
-    """A text stream whose writes raise no `OSError`. When its terminal or pipe is gone, the rest goes to /dev/null."""
+    """A text stream whose writes raise no `OSError`.
+
+    When its terminal or pipe is gone, the rest goes to /dev/null.
+    """
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -1,7 +1,8 @@
 """Logs to the experiment trackers wandb, TensorBoard and trackio, through Accelerate.
 
-A run's id is in its checkpoints, so a resumed run continues the same run in each tracker. After a kill a tracker may have
-steps after the last checkpoint. TensorBoard drops them (`purge_step`), wandb keeps them, trackio gets them again.
+A run's id is in its checkpoints, so a resumed run continues the same run in each tracker. After a
+kill a tracker may have steps after the last checkpoint. TensorBoard drops them (`purge_step`),
+wandb keeps them, trackio gets them again.
 """
 
 import os
@@ -21,9 +22,10 @@ PROJECT = "gpt2_accel"
 
 
 def start_tracker(name: str, config: TrainConfig, metadata: dict, step: int) -> GeneralTracker:
-    """Starts a tracker, with the settings and `metadata`, the content of `run.json`. `step` updates are done before.
+    """Starts a tracker after `step` updates; `metadata` is the content of `run.json`.
 
-    Raises `OSError` if it cannot be started."""
+    Raises `OSError` if it cannot be started.
+    """
     folder = Path(config.output_dir)
     run_id = metadata["run_id"]
     title = folder.resolve().name
