@@ -48,8 +48,12 @@ class Job:
     @property
     def setting(self) -> str:
         """How the contestant computes, for the table."""
-        words = [self.precision.replace("no", "fp32"), "compiled" * self.compile]
-        return ", ".join(filter(None, words))
+        words = ["fp32" if self.precision == "no" else self.precision]
+        if self.compile:
+            words.append("compiled")
+        if self.kind in ("generate", "hf_generate"):
+            words.append(f"{self.batch_size} at once")
+        return ", ".join(words)
 
     @property
     def tokens(self) -> int:
