@@ -139,10 +139,12 @@ def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]
             continue
         row = {"name": job.name, "setting": job.setting, "seconds": seconds}
         row["tokens_per_second"] = summary([updates * job.tokens / s for s in seconds])
-        row["memory"] = own[-1]["memory"]
         if found:
             row["speed_up"] = ratios(seconds, found[0]["seconds"])
-            row["memory_ratio"] = found[0]["memory"] / row["memory"]
+        if job.kind not in ("generate", "hf_generate"):  # their weights are built in fp32
+            row["memory"] = own[-1]["memory"]
+            if found:
+                row["memory_ratio"] = found[0]["memory"] / row["memory"]
         found.append(row)
     return found
 
