@@ -31,7 +31,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     read_parts,
 )
-from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
@@ -175,7 +175,7 @@ def print_estimate(config: TrainConfig) -> None:
     It needs no Accelerator: the planned hardware may be that of another machine.
     """
     if os.environ.get("RANK", "0") == "0":
-        print(dry_run(config))
+        print(estimate_run(config))
 
 
 def default_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from launching import launch
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.optim import build_optimizer, learning_rate, muon
 
 CONFIG = GPTConfig(vocab_size=64, n_positions=16, n_layer=3, n_head=2, n_embd=32)
@@ -78,7 +78,7 @@ def test_a_batch_ramp_counts_tokens():
     config = TrainConfig(**shape, max_steps=36, ramp_tokens=260 * 32, dry_run=["cpu"])
     schedule = config.batch_schedule(2)
     assert (schedule.updates, schedule.first(60), schedule.sequences(59)) == (60, 36 * 16, 12)
-    assert f"60 updates, {36 * 16 * 32:,} tokens" in dry_run(config)
+    assert f"60 updates, {36 * 16 * 32:,} tokens" in estimate_run(config)
     # A resume with another batch size ends at its own number of tokens, and never exceeds it.
     for seen, full, steps in (
         (136, 8, 72),

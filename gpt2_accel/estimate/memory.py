@@ -1,4 +1,4 @@
-"""Memory per device of a training run (weights, gradients, optimizer state, activations), and the largest micro-batch that fits."""
+"""Memory per device of a training run, and the largest micro-batch that fits."""
 
 import logging
 import os
@@ -31,13 +31,13 @@ from gpt2_accel.runtime.device import (
 from gpt2_accel.runtime.files import readable_size
 
 FREE = 0.9  # share of the free memory that an estimate may fill
-MARGIN = 0.03  # of the device's memory, which a trial leaves free: allocations vary between updates
+MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocations vary by update
 
 
 @dataclass
 class Launch:
-    """A launch. `shards` is the number of processes over which FSDP2 shards the model, 1 without
-    it; `use_cpu` says that there are no GPUs."""
+    """A launch. FSDP2 shards the model over `shards` processes, 1 without FSDP2; `use_cpu` is True
+    without GPUs."""
 
     num_processes: int
     mixed_precision: str
@@ -46,25 +46,28 @@ class Launch:
 
 
 def shard_count(processes: int, is_fsdp2: bool) -> int:
-    """Returns over how many processes of this launch FSDP2 shards the model, those of a replica; 1
-    without it."""
+    """Returns the number of processes of a replica, over which FSDP2 shards the model; 1 without
+    FSDP2."""
     if not is_fsdp2:
         return 1
     return processes // int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
 
 
 def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> dict[str, int]:
-    """Returns the bytes per device of a model, by part: weights that are not trained, trained
-    weights or the adapter, their gradients and their optimizer state.
+    """Returns the bytes per device of a model by part: frozen weights, trained weights or the
+    adapter, gradients, and optimizer state.
 
-    AdamW keeps two moments of each trained parameter; Muon keeps one of its matrices."""
+    AdamW keeps two moments of each trained parameter, Muon one moment of each of its matrices.
+    """
     sizes = {False: 0, True: 0}
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.nbytes // shards
     trained = sizes[True]
     moments = 2 * trained
-    for _, parameter in hidden_matrices(model) if config.optimizer == "muon" else []:
-        moments -= parameter.requires_grad * parameter.nbytes // shards
+    if config.optimizer == "muon":
+        for _, matrix in hidden_matrices(model):
+            if matrix.requires_grad:
+                moments -= matrix.nbytes // shards
     return {
         f"frozen {config.dtype} weights": sizes[False],
         "adapter" if config.lora else "weights": trained,
@@ -74,14 +77,15 @@ def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> d
 
 
 def in_words(parts: dict[str, int]) -> str:
-    """Returns the parts of the memory that are not empty, with their sizes."""
+    """Returns the parts of the memory with their sizes as text, without empty parts."""
     return ", ".join(f"{part} {readable_size(size)}" for part, size in parts.items() if size)
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Returns the model shape of `init_from`, or of the settings for a vocabulary size without it.
+    """Returns the model shape of `init_from`, or without it that of the settings.
 
-    Raises the errors of `read_config`, and `ValueError` for LoRA without a model to start from."""
+    Raises the errors of `read_config`, and `ValueError` for LoRA without `init_from`.
+    """
     if config.init_from is None:
         if config.lora:
             raise ValueError(NEEDS_MODEL)
@@ -105,11 +109,12 @@ def planned_model(config: TrainConfig, shape: ModelConfig) -> LanguageModel:
 def activation_bytes(
     config: TrainConfig, shape: ModelConfig, precision: str, size: int, at_once: int | None = None
 ) -> int:
-    """Returns the bytes of the activations of `size` sequences at the peak, without compilation: what autograd saves for the
-    backward, and the logits and their gradients, at most `at_once` of them.
+    """Returns the peak bytes of the activations of `size` sequences without compilation: tensors
+    that autograd saves for the backward, and logits with their gradients, at most `at_once` logits
+    at a time.
 
-    With `checkpoint_activations` one block saves everything, and the others their input in fp32.
-    LoRA saves about the same, with dropout half as much again (measured on a small GPT-2).
+    With `checkpoint_activations` one block saves everything, the others save their input in fp32.
+    LoRA saves about as much, with dropout 1.5 times as much (measured on a small GPT-2).
     """
     width = 2 if precision in AUTOCAST_DTYPES else 4
     tokens = size * config.tokens_per_sequence
@@ -118,7 +123,8 @@ def activation_bytes(
         shape.with_depth(layers), precision, size * config.rows, config.tokens_per_row
     )
     saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
-    saved += saved // 2 if config.lora_dropout else 0
+    if config.lora_dropout:
+        saved += saved // 2
     logits = tokens * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
         return saved + logits * (4 if width == 4 else 4 + 2)
@@ -127,12 +133,14 @@ def activation_bytes(
 
 
 def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> int:
-    """Returns the bytes that autograd saves of (batch, length) tokens, without the parameters, measured on fake tensors.
+    """Returns the bytes that autograd saves for (batch, length) tokens, without the parameters,
+    measured on fake tensors.
 
-    Classes of `transformers` that fake tensors cannot run, such as mixtures of experts, are estimated: 34 bytes per layer, token
-    and channel in half precision, without attention scores (Korthikanti et al., 2022, arXiv:2205.05198, equation 2).
+    Classes of `transformers` that fake tensors cannot run, such as mixtures of experts, are
+    estimated: 34 bytes per layer, token and channel in half precision, without attention scores
+    (Korthikanti et al., 2022, arXiv:2205.05198, equation 2).
     """
-    seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no id is reused
+    seen: dict[int, torch.UntypedStorage] = {}  # kept alive: ids are not reused
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -144,7 +152,7 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
         model = shape.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        # It reports what it cannot run, with a traceback.
+        # Otherwise it prints a traceback for operations that it cannot run.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             with hooks, torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -152,8 +160,9 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
         except RuntimeError:
             per_value = 34 if dtype is not None else 68
             return per_value * shape.n_layer * batch * length * shape.n_embd
-        own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    return sum(storage.nbytes() for key, storage in seen.items() if key not in own)
+        for parameter in model.parameters():
+            seen.pop(parameter.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in seen.values())
 
 
 def fitting_batch_size(
@@ -163,14 +172,16 @@ def fitting_batch_size(
     objective: Callable[[torch.nn.Module, Batch], Any],
     packed: bool = False,
 ) -> int:
-    """Returns the largest micro-batch that divides the batch evenly and fits on every rank.
+    """Returns the largest micro-batch, in sequences per device, that divides the batch evenly and
+    fits on every rank.
 
-    The memory is estimated. On a GPU the size is then tried: the objective and its backward with random tokens, with gradients,
-    memory reserved for the optimizer state, and a `MARGIN`; if it does not fit, the next smaller one is. On a CPU, or with a
-    sharded model, running out of memory cannot be caught, and the estimate decides. Parameters and random states do not
-    change. `packed` says that batches have `documents`.
+    The memory is estimated. On a GPU the size is then tried with random tokens: the objective and
+    its backward, with gradients, memory reserved for the optimizer state, and a `MARGIN`; if it
+    does not fit, the next smaller size is tried. On a CPU, or with a sharded model, running out of
+    memory cannot be caught, so the estimate decides. Parameters and random states do not change.
+    `packed`: batches have `documents`.
 
-    Raises `ValueError` if not even one sequence fits, and what `batch_schedule` raises.
+    Raises `ValueError` if one sequence does not fit, and the errors of `batch_schedule`.
     """
     device = accelerator.device
     processes = accelerator.num_processes
@@ -184,24 +195,27 @@ def fitting_batch_size(
         activations = activation_bytes(
             config, plain.config, accelerator.mixed_precision, size, at_once
         )
-        return state["gradients"] + state["optimizer"] + activations  # the weights are there
+        return state["gradients"] + state["optimizer"] + activations  # the weights are in memory
 
-    each = config.batch_schedule(processes).full // processes
-    sizes = [size for size in range(1, each + 1) if each % size == 0]
-    # On a CPU the processes share the machine's memory.
-    free = free_memory(device) // (1 if device.type == "cuda" else processes)
+    per_device = config.batch_schedule(processes).full // processes
+    sizes = [size for size in range(1, per_device + 1) if per_device % size == 0]
+    free = free_memory(device)
+    if device.type != "cuda":
+        free //= processes  # the processes share the machine's memory
     fitting = sizes[: bisect_left(sizes, FREE * free, key=needed)]
     best = fitting[-1] if fitting else 0
     if reports_out_of_memory(device) and not accelerator.is_fsdp2:
-        tried = reversed(fitting or sizes[:1])
-        best = next(
-            (n for n in tried if trial_fits(accelerator, model, objective, (n, length), packed)), 0
-        )
+        best = 0
+        for size in reversed(fitting or sizes[:1]):
+            if trial_fits(accelerator, model, objective, (size, length), packed):
+                best = size
+                break
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
         raise ValueError(
-            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, fine-tune by --lora 16, or shard "
-            f"the model (launch config 8xa100_fsdp2.yaml); {in_words(state)}"
+            "not even a micro-batch of one sequence fits into memory: lower --sequence_length, "
+            "fine-tune with --lora 16, or shard the model (launch config 8xa100_fsdp2.yaml); "
+            f"{in_words(state)}"
         )
     accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best
@@ -218,11 +232,11 @@ def trial_fits(
     device = accelerator.device
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        reserve = [torch.empty_like(p) for p in parameters for _ in range(2)]
         margin = int(MARGIN * total_memory(device))
-        reserve.append(torch.empty(margin, dtype=torch.uint8, device=device))
-        for parameter in parameters:  # from the second micro-batch on they are there
-            parameter.grad = torch.zeros_like(parameter)
+        reserve = [torch.empty(margin, dtype=torch.uint8, device=device)]
+        for parameter in parameters:
+            reserve += [torch.empty_like(parameter), torch.empty_like(parameter)]
+            parameter.grad = torch.zeros_like(parameter)  # exists from the second micro-batch on
         tokens = torch.randint(0, 100, shape, device=device)
         batch = Batch(tokens, tokens, documents=tokens * 0 if packed else None)
         with accelerator.no_sync(model):
@@ -236,6 +250,7 @@ def trial_fits(
     finally:
         for parameter in parameters:
             parameter.grad = None
-        # Otherwise the trials would count towards Dynamo's recompile limit, after which it runs new sizes uncompiled.
+        # Otherwise the trials count towards Dynamo's recompile limit, beyond which new sizes run
+        # uncompiled.
         torch.compiler.reset()
         release_memory()

@@ -12,15 +12,16 @@ from gpt2_accel.models import LanguageModel, convert_parameters
 
 @torch.no_grad()
 def average(checkpoints: Sequence[Path]) -> LanguageModel:
-    """Returns the model whose weights are the mean of those of a run's checkpoints, on the CPU.
+    """Returns the model with the mean weights of a run's checkpoints, on the CPU.
 
-    Each mean is computed in fp64 and rounded to the dtype in the files. In memory are two models and the sums. Raises
-    `ValueError` for an adapter, and the errors of `from_pretrained`.
+    Computes each mean in fp64 and rounds it to the dtype of the files. Two models and the fp64 sums
+    are in memory. Raises `ValueError` for an adapter, and the errors of `from_pretrained`.
     """
     last = checkpoints[-1]
     if is_adapter(last):
         raise ValueError(
-            f"{last} is an adapter, and the mean of adapters is not that of their models: give a run that trains all weights"
+            f"{last} is an adapter, and a mean of adapters is not the mean of their models: give a "
+            "run that trains all weights"
         )
     model = from_pretrained(last)
     sums = {name: weight.cpu().double() for name, weight in model.named_parameters()}

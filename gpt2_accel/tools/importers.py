@@ -15,17 +15,16 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 
 class PickledConfig:
-    """Replaces the config object that build-nanogpt pickles: its values without its code."""
+    """Replaces the config class that build-nanogpt pickles: its values without its code."""
 
 
 def read_checkpoint(path: str | Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
-    Padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU. The
-    models of nanoGPT's first weeks used GPT-2's approximation, which their files do not record.
+    The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU.
+    The models of nanoGPT's first weeks used GPT-2's approximation, which their files do not record.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it is no such checkpoint,
-    is damaged, or holds anything but tensors and plain values.
+    Raises the errors of `load_pickle`, and `ValueError` for another kind of checkpoint.
     """
     path = Path(path)
     checkpoint = load_pickle(path)
@@ -40,14 +39,16 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
         config = GPTConfig(
             vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
             n_positions=values["block_size"],
-            **{name: values[name] for name in ("n_layer", "n_head", "n_embd")},
+            n_layer=values["n_layer"],
+            n_head=values["n_head"],
+            n_embd=values["n_embd"],
             bias=values.get("bias", True),
             gelu=gelu,
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt "
-            "that its train script wrote, with the model's weights and arguments"
+            "file that its training script wrote, with the model's weights and arguments"
         ) from error
     converted = {}
     for key, tensor in tensors.items():
@@ -59,11 +60,11 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
 
 
 def load_pickle(path: Path) -> Any:
-    """Loads what `torch.save` wrote, on CPU, restricted to tensors and plain values, so that no
+    """Loads a file of `torch.save` on the CPU, restricted to tensors and plain values, so that no
     code runs.
 
-    Raises `FileNotFoundError` if there is no such file, `ValueError` if it holds anything else or
-    is damaged.
+    Raises `FileNotFoundError` if the file does not exist, `ValueError` if it is damaged or contains
+    other objects.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give a .pt checkpoint")
@@ -71,9 +72,8 @@ def load_pickle(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals([(PickledConfig, name) for name in names]):
             return torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged pickle raises any of them
+    except Exception as error:  # a damaged pickle may raise any exception
         raise ValueError(
-            f"{path} is damaged, or holds more than tensors and plain values and is refused, since "
-            "loading it could run code: copy it again, or save its state dict and its arguments "
-            "alone"
+            f"{path} is damaged, or contains objects other than tensors and plain values, which "
+            "could run code: copy the file again, or save only its state dict and its arguments"
         ) from error

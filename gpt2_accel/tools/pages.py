@@ -1,4 +1,4 @@
-"""Gradio pages for a model: `chat_page` for conversations, `text_page` for continuations of a text."""
+"""Gradio pages for a model: `chat_page` for conversations, `text_page` to continue a text."""
 
 import html
 import random
@@ -15,12 +15,12 @@ from gpt2_accel.models import LanguageModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Gradio sometimes covers a text that is stopped with "Error".
+# Gradio sometimes covers a stopped text with "Error".
 CSS = """
 .text [data-testid=status-tracker] { display: none }
 .message .md { white-space: pre-wrap }
 """
-# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard with https and on
+# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard only with https or on
 # localhost.
 JS = """() => {
   const clipboard = navigator.clipboard;
@@ -32,18 +32,18 @@ JS = """() => {
 
 
 def settings(length: int) -> list[gr.Slider]:
-    """Returns the inputs that `sampling_of` reads."""
+    """Returns the inputs of `sampling_of`."""
     default = Sampling()
     return [
         gr.Slider(0, 2, default.temperature, step=0.1, label="Temperature", info="0: greedy"),
         gr.Slider(0, 200, default.top_k, step=1, label="Top-k", info="0 keeps all"),
         gr.Slider(0.05, 1, default.top_p, step=0.05, label="Top-p", info="1 keeps all"),
-        gr.Slider(1, 1000, length, step=1, label="Length", info="longest text, in tokens"),
+        gr.Slider(1, 1000, length, step=1, label="Length", info="maximum number of tokens"),
     ]
 
 
 def options(examples: Sequence[str]) -> dict[str, Any]:
-    """Returns the options that both pages give to Gradio."""
+    """Returns the options of both pages."""
     return {
         "additional_inputs_accordion": gr.Accordion("Settings", open=False),
         "examples": [[text] for text in examples] or None,
@@ -53,14 +53,16 @@ def options(examples: Sequence[str]) -> dict[str, Any]:
 
 
 def sampling_of(temperature: float, top_k: float, top_p: float, length: float) -> Sampling:
-    """Returns the values of `settings` with a random seed, so that another try gives another text."""
+    """Returns the values of `settings` with a random seed: another try gives another text."""
     return Sampling(int(length), temperature, int(top_k), top_p, seed=random.randrange(2**31))
 
 
 def conversation(history: Sequence[dict], message: str, system: str | None) -> list[dict[str, str]]:
-    """Returns the messages that the model reads: the answered ones of a chatbot's `history`, and
-    `message`."""
-    messages = [{"role": "system", "content": system}] if system and system.strip() else []
+    """Returns the messages that the model reads: a system prompt if there is one, the answered
+    messages of a chatbot's `history` with their answers, and `message`."""
+    messages = []
+    if system and system.strip():
+        messages.append({"role": "system", "content": system})
     for asked, answer in pairwise(history):
         if (asked["role"], answer["role"]) == ("user", "assistant") and text_of(answer):
             messages += user_turn(text_of(asked))
@@ -74,8 +76,8 @@ def text_of(message: dict) -> str:
 
 
 def escaped(text: str) -> dict:
-    """Returns an answer for a chatbot without Markdown, which shows HTML. Gradio would remove the
-    indentation of a string."""
+    """Returns an answer for a chatbot without Markdown, which shows HTML. Gradio removes the
+    indentation of a plain string."""
     return {"content": [{"type": "text", "text": html.escape(text, quote=False)}]}
 
 
@@ -85,7 +87,7 @@ def chat_page(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[str],
 ) -> gr.Blocks:
-    """Returns a page for conversations with a model, whose name it shows. The browser keeps the
+    """Returns a page for conversations with a model, which it calls `name`. The browser stores the
     conversations."""
 
     def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
@@ -96,7 +98,7 @@ def chat_page(
             gr.Warning(str(error))  # `gr.Error` would leave the message box disabled
             return
         if dropped:
-            gr.Info(f"{name} no longer reads the first {dropped} messages.")
+            gr.Info(f"{name} does not read the first {dropped} messages any more.")
         for (completion,) in written:
             yield escaped(completion.text)
 
@@ -116,7 +118,7 @@ def text_page(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[str],
 ) -> gr.Blocks:
-    """Returns a page on which a model, whose name it shows, continues a text."""
+    """Returns a page on which a model, which it calls `name`, continues a text."""
 
     def write(prompt: str, *values: float) -> Iterator[str]:
         try:

@@ -11,7 +11,7 @@ from families import save_family
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import (
     activation_bytes,
     fitting_batch_size,
@@ -85,7 +85,7 @@ def test_the_planned_state_is_that_of_a_run(lora, dtype, tiny, tmp_path, monkeyp
     state = state_bytes(config, planned_model(config, model_shape(config, 257)))
     assert state.pop("gradients") == state["adapter" if lora else "weights"]
     assert state == measured
-    assert ("adapter " in dry_run(replace(config, dry_run=["cpu"]))) is bool(lora)
+    assert ("adapter " in estimate_run(replace(config, dry_run=["cpu"]))) is bool(lora)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": 0}))
     with refused("not even a micro-batch of one sequence .*; .*optimizer [^;]*$"):
         run(replace(config, micro_batch_size=0, output_dir=str(tmp_path / "auto")))

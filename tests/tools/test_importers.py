@@ -90,7 +90,7 @@ def test_a_file_that_was_cut_is_refused(zipped, tmp_path):
 def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     file = tmp_path / "a.pt"
     for content, message in (
-        ({"model": {}, "config": Unknown()}, "holds more than tensors"),
+        ({"model": {}, "config": Unknown()}, "contains objects other than tensors"),
         ({"weights": {}}, "is not a checkpoint of nanoGPT"),
         (
             {"model": {}, "model_args": {"block_size": 4}},

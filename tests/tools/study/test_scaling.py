@@ -13,7 +13,7 @@ from conftest import long, read_json, refused
 from launching import ROOT, python
 
 from gpt2_accel.config import TrainConfig, parse_config
-from gpt2_accel.estimate.dry_run import dry_run
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.tools.study import scaling
 from gpt2_accel.tools.study.runs import Queue
 from gpt2_accel.tools.study.scaling import LEARNING_RATE, Grid, batch_for, fit_law, settings_for
@@ -149,7 +149,7 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
     # The printed command trains the run that the prediction is for.
     words = shlex.split(re.search("train it: gpt2-accel quickstart (.*)", text)[1])
     config, best = parse_config(TrainConfig, words), grid.best(law, 1e14)
-    assert f"{best.shape.parameter_count:,} parameters" in dry_run(config)
+    assert f"{best.shape.parameter_count:,} parameters" in estimate_run(config)
     differ = {"eval_every", "output_dir", "resume_from"}
     assert {k: v for k, v in config.settings().items() if k not in differ} == {
         k: v for k, v in best.config.settings().items() if k not in differ
