@@ -1,7 +1,8 @@
 """Teach a chat model which of two answers is better: direct preference optimization (DPO).
 
     python recipes/chat_dpo.py --model runs/chat_sft --data pairs.jsonl
-    accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py --data_dir data/pairs
+    accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_dpo.py \\
+        --data_dir data/pairs
 
 Data: a file of pairs, with the fields `prompt`, `chosen` and `rejected`, which hold texts or lists
 of messages; or a folder that `prepare_data.py chat --pairs` wrote. The loss counts the last answer

@@ -1,16 +1,17 @@
-"""Evaluate models: the loss on prepared data, CORE, HellaSwag, a text, chat.
+"""Evaluate models: the loss on prepared data, CORE, HellaSwag, the perplexity of a text, chat.
 
     python recipes/evaluate.py --model runs/quickstart --data_dir data/python_stdlib
-    python recipes/evaluate.py --model runs/first runs/second openai-community/gpt2 --tasks hellaswag
+    python recipes/evaluate.py --model runs/a runs/b openai-community/gpt2 --tasks hellaswag
     accelerate launch recipes/evaluate.py --model USER/NAME --tasks core
     python recipes/evaluate.py --model runs/mine --tasks text --data my_text.txt --stride 256
 
-`--model` takes runs' folders, directories of any causal language model, and Hub ids. Prints a
-table, of several models a row for each, with conventions; docs/evaluation.md has GPT-2's published
-results. `--data TASK=FILE` gives local items: for `core` DCLM's bundle, a folder, a ZIP file or its
-URL, for `hellaswag` JSON lines with `ctx`, `endings` and `label`, for `chat` with `prompt` and
-`answer`, for `text` a text file. Other tasks are lm-evaluation-harness's, whose `lm_eval` takes the
-same directories (docs/evaluation.md).
+`--model` takes folders of runs, directories of any causal language model, and Hub ids. The recipe
+prints a table of the results, with a row per model if there are several, and notes on how they are
+measured. docs/evaluation.md has the published results of GPT-2. `--data TASK=FILE` gives local
+items: `core` takes the bundle of DCLM, as a folder, a ZIP file or its URL; `hellaswag` takes JSON
+lines with `ctx`, `endings` and `label`; `chat` takes JSON lines with `prompt` and `answer`; `text`
+takes a text file. lm-evaluation-harness has other tasks: its `lm_eval` reads the same directories
+(docs/evaluation.md).
 """
 
 import hashlib
@@ -21,8 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate import Accelerator
-
 from gpt2_accel import cli, from_pretrained
 from gpt2_accel.checkpoint.find import (
     STATE,
@@ -31,7 +30,8 @@ from gpt2_accel.checkpoint.find import (
     read_status,
     verified_directory,
 )
-from gpt2_accel.config import ModelChoice, check_ranges, parse_config, setting
+from gpt2_accel.config import check_ranges, parse_config, setting
+from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -49,6 +49,7 @@ from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_mai
 from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
 TASKS = ("core", "hellaswag", "text", "chat")
@@ -56,37 +57,42 @@ SPLITS = ("val", "train")  # of --data_dir
 
 
 @dataclass
-class Evaluate(ModelChoice):
+class Evaluate:
     model: list[str] = setting(
-        ["runs/quickstart"], "runs' folders, HF model directories or Hub ids: a table of all"
+        ["runs/quickstart"], "run folders, HF model directories or Hub ids: one table of all"
     )
+    model_class: str | None = setting(
+        None, "code of a model that transformers does not have, FILE.py:CLASS"
+    )
+    verify: bool = setting(True, "compare the model's files with their checksums first")
     tasks: list[str] = setting(
-        [], f"{', '.join((*TASKS, *SPLITS))}; default val with --data_dir, else hellaswag"
+        [], f"{', '.join(TASKS + SPLITS)}; default val with --data_dir, else hellaswag"
     )
-    data: list[str] = setting([], "local items: TASK=FILE, or FILE where there is one task")
-    limit: int | None = setting(None, "evaluate the first N items of each task")
-    stride: int | None = setting(None, "tokens between a text's windows; default n_positions")
+    data: list[str] = setting([], "local items: TASK=FILE, or FILE if there is only one task")
+    limit: int | None = setting(None, "evaluate only the first N items of each task")
+    stride: int | None = setting(None, "tokens between windows of a text; default n_positions")
     data_dir: str | None = setting(
-        None, "prepared data, to get the loss of its splits: val, or those of --tasks"
+        None, "prepared data, for the loss on its splits: val, or those in --tasks"
     )
-    eval_tokens: int = setting(10_485_760, "tokens of each split, at most")
+    eval_tokens: int = setting(10_485_760, "tokens per split, at most")
     output: str | None = setting(
         None, "JSON file to write; default evaluation.json of each local --model"
     )
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="limit eval_tokens")
-        names = dict.fromkeys(name for given in self.tasks for name in given.split(",") if name)
-        if other := next((name for name in names if name not in TASKS + SPLITS), None):
-            raise ValueError(
-                f"--tasks {other}: the tasks are {', '.join(TASKS + SPLITS)}; "
-                "lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', and lm_eval "
-                "--model hf --model_args "
-                f"{shlex.quote(f'pretrained={self.model[0]},dtype=float32')} --tasks "
-                f"{shlex.quote(other)}"
-            )
+        names = dict.fromkeys(",".join(self.tasks).split(","))  # each once
+        names.pop("", None)
         self.tasks = [name for name in names if name in TASKS]
         self.splits = [name for name in names if name in SPLITS]
+        for name in names:
+            if name not in TASKS + SPLITS:
+                arguments = shlex.quote(f"pretrained={self.model[0]},dtype=float32")
+                raise ValueError(
+                    f"--tasks {name}: the tasks are {', '.join(TASKS + SPLITS)}; "
+                    "lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', and lm_eval "
+                    f"--model hf --model_args {arguments} --tasks {shlex.quote(name)}"
+                )
         if self.splits and not self.data_dir:
             raise ValueError(
                 f"--tasks {self.splits[0]} needs prepared data: give --data_dir FOLDER"
@@ -98,7 +104,8 @@ class Evaluate(ModelChoice):
 
 
 def local_files(config: Evaluate) -> dict[str, str]:
-    """Returns the local file of each task that has one."""
+    """Returns the files of `--data` by task. Raises `ValueError` if one is not for a task, or if a
+    task without data on the Hub has none."""
     found = {}
     for entry in config.data:
         task, equals, path = entry.partition("=")
@@ -116,30 +123,38 @@ def local_files(config: Evaluate) -> dict[str, str]:
 
 def evaluate(
     config: Evaluate,
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     data: dict[str, list[Item] | Path],
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns the results of a model, and notes on them. `data` holds the items of each task, for
-    CORE its bundle."""
-    build = {
-        "core": partial(Core, limit=config.limit),
-        "hellaswag": HellaSwag,
-        "text": partial(TextPerplexity, stride=config.stride),
-        "chat": ChatAnswers,
-    }
-    evaluations = [build[task](own, tokenizer, model.config) for task, own in data.items()]
-    notes = [note for task in evaluations for note in task.notes]
+    """Returns the results of a model by metric, and notes on them. `data` has the items of each
+    task, for CORE the folder of its bundle. All ranks call it."""
+    evaluations: list[Evaluation] = []
+    notes: list[str] = []
+    for name, own in data.items():
+        task: Core | HellaSwag | TextPerplexity | ChatAnswers
+        if isinstance(own, Path):
+            task = Core(own, tokenizer, model.config, config.limit)
+        elif name == "hellaswag":
+            task = HellaSwag(own, tokenizer, model.config)
+        elif name == "text":
+            task = TextPerplexity(own, tokenizer, model.config, config.stride)
+        else:
+            task = ChatAnswers(own, tokenizer, model.config)
+        evaluations.append(task)
+        notes += task.notes
     for split in config.splits:
+        assert config.data_dir is not None  # checked by Evaluate
         evaluation, note = prepare_loss(
             accelerator, tokenizer, model.config, config.data_dir, split, config.eval_tokens
         )
         evaluations.append(evaluation)
         notes.append(note)
     if config.limit:
-        limited = [task for task in config.tasks if task != "text"]
-        notes += [f"{task}: the first {config.limit} items only" for task in limited]
+        for name in config.tasks:
+            if name != "text":
+                notes.append(f"{name}: the first {config.limit} items only")
     accelerator.print(*notes, sep="\n", flush=True)
     results: dict[str, float] = {}
     model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -151,8 +166,8 @@ def evaluate(
 def open_model(
     name: str | Path, model_class: str | None
 ) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
-    """Returns what `describe_weights` does, the model and its tokenizer. All ranks call it, and all
-    fail if one does."""
+    """Returns the description of the weights, the model and its tokenizer. All ranks call it, and
+    all fail if one does."""
     with all_or_none():
         directory = local_directory(name)
         entry = describe_weights(directory)
@@ -164,8 +179,8 @@ def open_model(
 
 
 def output_file(config: Evaluate, name: str) -> Path | None:
-    """Returns the file for a model's results, or None. That of a checkpoint is in its run's folder:
-    it may be removed."""
+    """Returns the file for the results of a model, or None for a model on the Hub. The results of a
+    checkpoint are stored in the folder of its run, because training may remove the checkpoint."""
     if config.output is not None:
         return Path(config.output)
     folder = Path(name).resolve()
@@ -177,8 +192,7 @@ def output_file(config: Evaluate, name: str) -> Path | None:
 
 
 def table(entries: dict[str, dict]) -> str:
-    """Returns the results of models as a table: of one model a row for each metric, of several a
-    row for each model."""
+    """Returns the results as a table: a row per metric for one model, a row per model for several."""
     cells = result_rows([entry["results"] for entry in entries.values()])
     counts = [f"{entry['parameters']:,}" for entry in entries.values()]
     cells = {"parameters": counts} | cells
@@ -188,14 +202,14 @@ def table(entries: dict[str, dict]) -> str:
     return markdown(("model", *cells), dict(zip(entries, rows, strict=True)))
 
 
-def describe_weights(directory: Path) -> dict[str, str | int | None]:
-    """Returns the checksum of a model's weights and their update, None if it is unknown."""
+def describe_weights(directory: Path) -> dict:
+    """Returns the SHA-256 of the weights, as `weights`, and their `step`, None if it is unknown."""
     if (directory / STATE).is_dir():
         step = read_state(directory)["step"]
     else:
         step = read_status(directory).get("step")
-    files = hashlib.sha256("".join(map(digest, weight_files(directory))).encode())
-    return {"step": step, "weights": files.hexdigest()}
+    digests = "".join(digest(path) for path in weight_files(directory))
+    return {"step": step, "weights": hashlib.sha256(digests.encode()).hexdigest()}
 
 
 def main() -> None:
@@ -204,32 +218,34 @@ def main() -> None:
     accelerator = build_accelerator()
     outputs = {name: output_file(config, name) for name in config.model}
     records = {output: read_record(output) for output in outputs.values() if output}
-    data = {
-        task: read_items(path)[: config.limit] for task, path in files.items() if task != "core"
-    }
+    data: dict[str, list[Item] | Path] = {}
+    for task, path in files.items():
+        if task != "core":
+            data[task] = read_items(path)[: config.limit]
     with main_process_first():
         if "core" in config.tasks:
             data["core"] = open_bundle(files.get("core"))
         if "hellaswag" in config.tasks and "hellaswag" not in data:
-            without = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
-            data["hellaswag"] = hub_items(without)[: config.limit]
+            option = "--data hellaswag=FILE, or --data_dir FOLDER for the loss on prepared data"
+            data["hellaswag"] = hub_items(option)[: config.limit]
     entries = {}
     for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = on_main_process(partial(verified_directory, name, config.verify))
-        entry, *loaded = open_model(directory, config.model_class)
-        entry["parameters"] = loaded[0].config.parameter_count
+        entry, model, tokenizer = open_model(directory, config.model_class)
+        entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
-        results, entry["notes"] = evaluate(config, accelerator, *loaded, data)
+        found = evaluate(config, accelerator, model, tokenizer, data)
+        del model
+        accelerator.free_memory()
+        results, entry["notes"] = found
         entries[name] = entry | {"results": results}
-        finite = {key: x if math.isfinite(x) else None for key, x in results.items()}
         output = outputs[name]
         if output and accelerator.is_main_process:
+            finite = {key: x if math.isfinite(x) else None for key, x in results.items()}
             add_entry(records[output], name, entry | {"results": finite})
             write_json(output, records[output])
             print(f"The results are in {output}.")
-        del loaded
-        accelerator.free_memory()
     accelerator.print("", table(entries), sep="\n")
     accelerator.end_training()
 

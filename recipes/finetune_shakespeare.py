@@ -1,18 +1,19 @@
 """Fine-tune one of OpenAI's GPT-2 models on tiny Shakespeare, as nanoGPT does.
 
     accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/finetune_shakespeare.py
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune_shakespeare.py --init_from gpt2
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/finetune_shakespeare.py \\
+        --init_from gpt2
 
 `cpu_bf16.yaml` is faster on a CPU with AMX or AVX512-BF16, and far slower on other CPUs.
 
-`--input FILE` trains on another text; by default the text is downloaded. `--init_from` is any GPT-2
-on the Hub, or a directory. Data: 90% of the text in the model's own tokens, 301,966 of GPT-2's.
+`--init_from` is any GPT-2 on the Hub, or a directory. `--input FILE` trains on another text; by
+default tiny Shakespeare is downloaded. Data: the first 90% of the text, 301,966 GPT-2 tokens.
 Batch: 1 sequence x 1,024 tokens x 32 micro-batches = 32,768 tokens per update. nanoGPT runs 20
-updates with gpt2-xl. This recipe stops early, after three evaluations without a lower validation
-loss, or after 100 updates. Settings: nanoGPT's constant learning rate of 3e-5; dropout 0.1 against
-overfitting. The best model is in best/ of the run's folder. Expected: text in Shakespeare's style
-after 20 updates; nanoGPT's readme shows such samples, but no loss. Not tested with OpenAI's
-weights.
+updates with gpt2-xl. This recipe stops after three evaluations without a lower validation loss, or
+after 100 updates; the best model is in best/ of the run's folder. Settings: nanoGPT's constant
+learning rate of 3e-5, and dropout 0.1 against overfitting. Expected: text in Shakespeare's style
+after 20 updates. nanoGPT's readme shows samples, but no loss. This recipe was not tested with
+OpenAI's weights.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ from gpt2_accel.data.prepare import prepare_text
 
 @dataclass
 class FinetuneShakespeare(TrainConfig):
-    input: str | None = setting(None, "text file; downloaded if not given")
+    input: str | None = setting(None, "text file; default tiny Shakespeare, downloaded")
 
     data_dir: str = "data/shakespeare"
     output_dir: str = "runs/finetune_shakespeare"
-    init_from: str | None = setting(
+    init_from: str = setting(
         "openai-community/gpt2-xl",
         "HF GPT-2 directory or Hub id to start from; gpt2 is the smallest",
     )

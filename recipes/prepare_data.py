@@ -5,37 +5,41 @@
     python recipes/prepare_data.py shakespeare --data_dir data/shakespeare
     python recipes/prepare_data.py text folder/ more.jsonl.zst --data_dir data/mine
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
-    python recipes/prepare_data.py chat USER/NAME --model MODEL --sequence_length 1024 --data_dir data/chat
+    python recipes/prepare_data.py chat USER/NAME --model MODEL --sequence_length 1024 \\
+        --data_dir data/chat
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py push USER/NAME --data_dir data/mine
     python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs
-    python recipes/prepare_data.py --data_dir data/mine  # shows what it holds; --verify checks it
+    python recipes/prepare_data.py --data_dir data/mine  # prints its content; --verify checks it
 
-The same command, started again after a kill, does what is missing.
+After an interruption, the same command continues the preparation.
 
-- fineweb-edu: its sample of 10 billion tokens, as in build-nanogpt: the first documents, of `--shard_tokens` tokens, for validation.
+- fineweb-edu: the sample of 10 billion tokens, as in build-nanogpt. The first documents, of
+  `--shard_tokens` tokens, are for validation.
 - openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
-- shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT, the last 10% for
-  validation.
-- text: files and folders. A document is a row of a .json, .jsonl, .ndjson or .parquet file,
-  compressed (.gz, .zst, .bz2) or not, and every other file of UTF-8 text.
-- hf: a data set on the Hub, of such files of rows.
-- chat: conversations, of a data set on the Hub or of such files, in the chat template of `--model`
-  or ChatML, packed whole into windows of `--sequence_length`. See docs/chat.md.
-- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, and downloads it.
-  `--data_dir hub:USER/NAME` trains on it. See docs/data.md.
+- shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT;
+  the last 10% for validation.
+- text: files and folders. Each row of a .json, .jsonl, .ndjson or .parquet file, compressed (.gz,
+  .zst, .bz2) or not, is a document, and so is every other file of UTF-8 text.
+- hf: a data set on the Hub with such files of rows.
+- chat: conversations from a data set on the Hub or from such files, in the chat template of
+  `--model` or ChatML, packed into windows of `--sequence_length` tokens. See docs/chat.md.
+- mix: a mixture of prepared data, with the weight of each.
+- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, or
+  downloads it. `--data_dir hub:USER/NAME` trains on it. See docs/data.md.
 
-One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its text. If that is less
-than 1% or more than 15% of the text, the last 5% of each document is held out instead.
+One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its
+text. If that is less than 1% or more than 15% of the text, the last 5% of each document is held out
+instead.
 """
 
 import argparse
-import itertools
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpt2_accel import cli
 from gpt2_accel.data.conversations import (
@@ -55,6 +59,7 @@ from gpt2_accel.data.shards import (
     verify_data,
 )
 from gpt2_accel.data.sources import (
+    Source,
     corpus_files,
     find_files,
     hub_files,
@@ -76,9 +81,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_TOKENS = 40  # of each split
-BPE_SIZE = 4096  # tokens of a BPE, unless --vocab_size says otherwise
-BPE_DOCUMENTS = 100_000  # a BPE is trained on at most this number of chunks of documents
+BPE_SIZE = 4096  # default vocabulary size of a trained BPE
+BPE_CHUNKS = 100_000  # chunks of text on which a BPE is trained, at most
 
+# Command -> its data set on the Hub.
 DATASETS: dict[str, dict[str, Any]] = {
     "fineweb-edu": {"source": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
     "openwebtext": {
@@ -87,26 +93,26 @@ DATASETS: dict[str, dict[str, Any]] = {
         "data_files": "plain_text/*/*.parquet",
     },
 }
-# Of how many rows one is held out, other than `HELD_OUT`: nanoGPT's share. Of fineweb-edu the first documents are for validation.
+# Command -> one row in how many is held out, if not in `HELD_OUT`. nanoGPT has the same share.
 ONE_IN = {"fineweb-edu": 2000, "openwebtext": 2000}
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
 TEXT = "UTF-8 text, JSON or Parquet"
 CHAT = (
-    "Packs conversations into windows. A row has the field messages (role and content), conversations (from and value), prompt "
-    "and completion, or instruction, input and output or response. Files are those of the command text "
-    "that have rows."
+    "Packs conversations into windows. A row has one of: messages (with role and content); "
+    "conversations (with from and value); prompt and completion; instruction, input, and output or "
+    "response. Files have the same formats as the rows of the command text."
 )
 
 
 def positive(text: str) -> int:
-    """Parses a whole number above 0."""
+    """Parses a positive integer. Raises `ArgumentTypeError` for other text."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)
 
 
 def weighted(text: str) -> tuple[str, float]:
-    """Parses DATA_DIR=WEIGHT."""
+    """Parses DATA_DIR=WEIGHT. Raises `ArgumentTypeError` for other text."""
     folder, _, weight = text.rpartition("=")
     try:
         return folder or text, float(weight)
@@ -118,71 +124,70 @@ def weighted(text: str) -> tuple[str, float]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "data_dir": {"help": "folder of the shards"},
-    "verify": {"action": "store_true", "help": "check all shards' checksums"},
-    "workers": {
-        "type": positive,
-        "default": usable_cpus(),
-        "help": "threads, all cores if not given",
-    },
+    "verify": {"action": "store_true", "help": "check the checksums of all shards"},
+    "workers": {"type": positive, "default": usable_cpus(), "help": "threads; default all cores"},
     "shard_tokens": {
         "type": positive,
         "default": SHARD_TOKENS,
-        "help": "tokens per shard, about; 100 million if not given",
+        "help": "approximate number of tokens per shard; default 100 million",
     },
-    "tokenizer": {"default": "gpt2", "help": f"{TOKENIZERS}; gpt2 if not given"},
-    "vocab_size": {"type": positive, "help": f"of a trained bpe, {BPE_SIZE} if not given"},
-    "column": {
-        "default": "text",
-        "help": "the column or field that holds the text, text if not given",
-    },
-    "input": {"help": "text file; downloaded if not given"},
-    "pattern": {"help": "pattern of a folder's files, such as '*.py'"},
+    "tokenizer": {"default": "gpt2", "help": f"{TOKENIZERS}; default gpt2"},
+    "vocab_size": {"type": positive, "help": f"of a trained bpe; default {BPE_SIZE}"},
+    "column": {"default": "text", "help": "column or field with the text; default text"},
+    "input": {"help": "text file; default tiny Shakespeare, downloaded"},
+    "pattern": {"help": "pattern of the files in a folder, such as '*.py'"},
     "config": {"help": "configuration of the data set"},
-    "split": {"help": "split of the data set, train if not given"},
-    "revision": {"help": "a branch, tag or commit"},
-    "data_files": {"help": "pattern of the data set's files"},
+    "split": {"help": "split of the data set; default train"},
+    "revision": {"help": "branch, tag or commit"},
+    "data_files": {"help": "pattern of the files in the data set"},
     "model": {"required": True, "help": "model to fine-tune: HF directory or Hub id"},
     "sequence_length": {
         "type": positive,
         "required": True,
         "help": "tokens per window, at most the model's positions",
     },
-    "chatml": {"action": "store_true", "help": "ChatML in place of the model's own chat template"},
+    "chatml": {"action": "store_true", "help": "ChatML instead of the model's chat template"},
     "public": {"action": "store_true", "help": "make the data set public if it is new"},
     "cut": {
         "action": "store_true",
-        "help": "cut conversations that are longer than a window; else they are left out",
+        "help": "cut conversations that are longer than a window, instead of leaving them out",
     },
     "pairs": {
         "action": "store_true",
-        "help": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected, of which each answer with its "
-        "prompt has at most --sequence_length tokens",
+        "help": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected; each "
+        "answer with its prompt has at most --sequence_length tokens",
     },
 }
 ALWAYS = ("data_dir", "verify")
 CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
 HUB_PART = ("config", "split", "revision", "data_files")
-# Command -> its positional arguments, the metavar and how many, and its options.
-COMMANDS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
-    "shakespeare": ("", None, ("input",)),
-    "shakespeare-char": ("", None, ("input",)),
-    "text": ("PATH", "+", (*CORPUS, "pattern")),
-    "hf": ("NAME", None, (*CORPUS, *HUB_PART)),
-    "fineweb-edu": ("NAME", "?", (*CORPUS, *HUB_PART)),
-    "openwebtext": ("NAME", "?", (*CORPUS, *HUB_PART)),
-    "chat": (
-        "FILE_OR_HUB_ID",
-        None,
-        (*HUB_PART, "model", "sequence_length", "chatml", "cut", "pairs"),
-    ),
-    "mix": ("DATA_DIR=WEIGHT", "+", ()),
-    "push": ("USER/NAME", None, ("public",)),
-    "pull": ("USER/NAME", None, ()),
+CONVERSATIONS = ("model", "sequence_length", "chatml", "cut", "pairs")
+
+
+class Command(NamedTuple):
+    """The arguments of a command: its options, and the metavar and `nargs` of its source."""
+
+    options: tuple[str, ...] = ()
+    source: str | None = None
+    nargs: str | None = None
+
+
+COMMANDS = {
+    "shakespeare": Command(("input",)),
+    "shakespeare-char": Command(("input",)),
+    "text": Command((*CORPUS, "pattern"), "PATH", "+"),
+    "hf": Command(CORPUS + HUB_PART, "NAME"),
+    "fineweb-edu": Command(CORPUS + HUB_PART, "NAME", "?"),
+    "openwebtext": Command(CORPUS + HUB_PART, "NAME", "?"),
+    "chat": Command(HUB_PART + CONVERSATIONS, "FILE_OR_HUB_ID"),
+    "mix": Command((), "DATA_DIR=WEIGHT", "+"),
+    "push": Command(("public",), "USER/NAME"),
+    "pull": Command((), "USER/NAME"),
 }
 
 
 def parse_options() -> argparse.Namespace:
-    """Parses the command line. `--data_dir` and `--verify` stand before or after the command."""
+    """Parses the command line. `--data_dir` and `--verify` may precede or follow the command."""
 
     def add(to: argparse.ArgumentParser, names: Sequence[str], **more: Any) -> None:
         for name in names:
@@ -191,11 +196,11 @@ def parse_options() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
-    for name, (argument, count, options) in COMMANDS.items():
+    for name, (options, source, nargs) in COMMANDS.items():
         command = commands.add_parser(name, description=CHAT if name == "chat" else None)
-        if argument:
+        if source:
             convert = weighted if name == "mix" else str
-            command.add_argument("source", metavar=argument, nargs=count, type=convert)
+            command.add_argument("source", metavar=source, nargs=nargs, type=convert)
         add(command, options)
         add(command, ALWAYS, default=argparse.SUPPRESS)
         command.set_defaults(**DATASETS.get(name, {}))
@@ -209,52 +214,66 @@ def parse_options() -> argparse.Namespace:
         parser.error("the following arguments are required: --data_dir")
     if found.data_dir.startswith(HUB):
         raise ValueError(
-            f"{found.data_dir} is on the Hub: give a folder, into which "
-            f"pull {found.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
+            f"{found.data_dir} is on the Hub: give a folder, into which pull "
+            f"{found.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
         )
     return found
 
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
-    """Returns the options that choose a part of a data set, those that are given."""
-    given = {name: getattr(options, name) for name in HUB_PART}
-    return {name: value for name, value in given.items() if value}
+    """Returns the given options that choose a part of a data set."""
+    given = {}
+    for name in HUB_PART:
+        value = getattr(options, name)
+        if value:
+            given[name] = value
+    return given
 
 
 def build_tokenizer(name: str, vocab_size: int | None) -> "PreTrainedTokenizerBase | None":
-    """Loads or builds the tokenizer of `--tokenizer`; None for one that is trained on the text."""
+    """Loads or builds the tokenizer of `--tokenizer`; returns None for one that is trained on the
+    text. Raises `ValueError` or `OSError` if there is no such tokenizer."""
     if name == "bpe":
         return None
     if vocab_size is not None:
         raise ValueError(f"--vocab_size is for --tokenizer bpe: leave it out with {name}")
+    if name == "bytes":
+        return byte_tokenizer()
     try:
-        built = {"gpt2": gpt2_tokenizer, "bytes": byte_tokenizer}.get(name)
-        return built() if built else load_tokenizer(name)
+        return gpt2_tokenizer() if name == "gpt2" else load_tokenizer(name)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}, or choose another --tokenizer, {TOKENIZERS}") from error
 
 
+def training_texts(sources: Sequence[Source]) -> Iterator[str]:
+    """Yields the training text of sources of text, in chunks."""
+    for source in sources:
+        for document in source.documents():
+            if document.split != "train":
+                continue
+            for chunk in document.chunks:
+                assert isinstance(chunk, str)  # token ids need a tokenizer
+                yield chunk
+
+
 def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of files of text, or of token ids; returns the manifest."""
-    revision = None
-    source = options.source
     if options.command == "text":
         files: dict[Path, str] = {}
         for path in options.source:
             files |= find_files(path, is_text, TEXT, options.pattern)
         source = ", ".join(options.source)
-    else:
-        paths, revision = hub_files(options.source, **hub_options(options))
-    tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
-    if options.command == "text":
+        revision = None
+        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
         sources = corpus_files(files, options.column, tokenizer)
     else:
+        source = options.source
+        paths, revision = hub_files(source, **hub_options(options))
+        tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
         one_in = ONE_IN.get(options.command, HELD_OUT)
         sources = row_files(paths, options.column, tokenizer, one_in)
     if tokenizer is None:
-        documents = itertools.chain.from_iterable(source.documents() for source in sources)
-        texts = (chunk for d in documents if d.split == "train" for chunk in d.chunks)
-        texts = itertools.islice(texts, BPE_DOCUMENTS)
+        texts = islice(training_texts(sources), BPE_CHUNKS)
         tokenizer = train_bpe(texts, options.vocab_size or BPE_SIZE)
     return prepare_sources(
         sources,
@@ -273,30 +292,41 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
 def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of one text; returns the manifest."""
     text, source = one_text(options.input)
-    tokenizer = char_tokenizer(text) if "char" in options.command else gpt2_tokenizer()
-    about = {"source": source.name, "command": command, "plan": plan_of([source], tokenizer)}
-    return prepare_sources([source], tokenizer, options.data_dir, **about)
+    characters = options.command == "shakespeare-char"
+    tokenizer = char_tokenizer(text) if characters else gpt2_tokenizer()
+    return prepare_sources(
+        [source],
+        tokenizer,
+        options.data_dir,
+        source=source.name,
+        plan=plan_of([source], tokenizer),
+        command=command,
+    )
 
 
 def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of conversations; returns the manifest."""
-    # Only here: they import torch, which no other command needs.
+    # These import torch, which most commands do not need.
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.chat_template import chat_tokenizer
     from gpt2_accel.hf.convert import local_directory, read_config
     from gpt2_accel.models.any_model import keeps_documents_apart
 
     directory = verified_directory(options.model, hint="use another model")
-    tokenizer, length = chat_tokenizer(directory, options.chatml), options.sequence_length
+    tokenizer = chat_tokenizer(directory, options.chatml)
     shape = read_config(local_directory(directory))
-    if length > (positions := shape.n_positions):
+    length = options.sequence_length
+    if length > shape.n_positions:
         raise ValueError(
-            f"--sequence_length {length} exceeds the {positions} positions of {options.model}: lower it"
+            f"--sequence_length {length} exceeds the {shape.n_positions} positions of "
+            f"{options.model}: lower it"
         )
-    revision, hub = None, hub_options(options)
+    revision = None
+    hub = hub_options(options)
     if Path(options.source).exists() and not hub:
         kind = f"conversations, in files that end in {', '.join(ROW_SUFFIXES)}"
-        files = list(map(str, find_files(options.source, row_suffix, kind)))
+        found = find_files(options.source, lambda path: bool(row_suffix(path)), kind)
+        files = [str(path) for path in found]
     else:
         files, revision = hub_files(options.source, **hub)
     return prepare_conversations(
@@ -346,24 +376,27 @@ def summarize(manifest: dict) -> None:
         return
     total = sum(entry["tokens"] for entry in manifest["splits"].values())
     for split, entry in manifest["splits"].items():
-        known = {name: entry[name] for name in ("documents", "bytes") if entry[name] is not None}
-        counts = [f"{count:,} {name}" for name, count in known.items()]
-        counts.insert(1, f"{entry['tokens']:,} tokens ({entry['tokens'] / total:.1%})")
-        print(f"{split}: {', '.join(counts)}")
+        tokens = entry["tokens"]
+        line = f"{split}: {tokens:,} tokens ({tokens / total:.1%})"
+        for name in ("documents", "bytes"):
+            if entry[name] is not None:
+                line += f", {entry[name]:,} {name}"
+        print(line)
     if "separation" in manifest:
         print(manifest["separation"])
-    if unknown := manifest.get("unknown"):
+    unknown = manifest.get("unknown")
+    if unknown:
         print(f"{unknown:,} unknown tokens, for text that is not in the tokenizer's vocabulary")
 
 
 def show(data_dir: str) -> None:
-    """Prints what a data folder holds, and the beginning of each split."""
+    """Prints the source, tokenizer and counts of prepared data, and the beginning of each split."""
     from gpt2_accel.data.loader import open_split  # imports torch
 
-    manifest, tokenizer = read_manifest(data_dir), load_data_tokenizer(data_dir)
-    print(
-        f"{manifest['source']}; tokenizer {manifest['tokenizer'].get('name')} of {len(tokenizer):,}"
-    )
+    manifest = read_manifest(data_dir)
+    tokenizer = load_data_tokenizer(data_dir)
+    name = manifest["tokenizer"].get("name")
+    print(f"{manifest['source']}; tokenizer {name} of {len(tokenizer):,} tokens")
     summarize(manifest)
     for split in manifest["splits"]:
         for stream, _ in open_split(data_dir, split):
@@ -372,18 +405,20 @@ def show(data_dir: str) -> None:
 
 
 def verify(data_dir: str) -> None:
-    """Checks a data folder, and prints what was checked."""
+    """Checks the files of prepared data, and prints the result."""
     count = verify_data(data_dir)
     if "format" in read_manifest(data_dir):
         print(f"all {count} shards are intact")
-    else:  # other trainers' files
+    else:  # files of another trainer
         print(f"{plural(count, 'file')} of the right size; there are no checksums to compare")
 
 
 def main() -> None:
-    options, command = parse_options(), shlex.join(["prepare_data.py", *sys.argv[1:]])
+    options = parse_options()
+    command = shlex.join(["prepare_data.py", *sys.argv[1:]])
     if options.command == "mix":
-        if len(weights := dict(options.source)) < len(options.source):
+        weights = dict(options.source)
+        if len(weights) < len(options.source):
             raise ValueError("mix: a folder is named twice, give it one weight")
         summarize(write_mixture(options.data_dir, weights))
     elif options.command:

@@ -1,6 +1,7 @@
 """Train GPT-2 1558M from scratch. See `pretrain_124m.py` for the explanations.
 
-    python recipes/prepare_data.py fineweb-edu --config sample-100BT --data_dir data/fineweb_edu_100bt
+    python recipes/prepare_data.py fineweb-edu --config sample-100BT \\
+        --data_dir data/fineweb_edu_100bt
     accelerate launch --config_file accelerate_configs/8xa100_fsdp2.yaml recipes/pretrain_1558m.py
 
 Batch: 4 sequences x 1,024 tokens x 8 GPUs x 32 micro-batches = 1,048,576 tokens per update; 32,000

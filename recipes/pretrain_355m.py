@@ -1,6 +1,7 @@
 """Train GPT-2 355M from scratch. See `pretrain_124m.py` for the explanations.
 
-    python recipes/prepare_data.py fineweb-edu --config sample-100BT --data_dir data/fineweb_edu_100bt
+    python recipes/prepare_data.py fineweb-edu --config sample-100BT \\
+        --data_dir data/fineweb_edu_100bt
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_355m.py
 
 Batch: 16 sequences x 1,024 tokens x 8 GPUs x 4 micro-batches = 524,288 tokens per update; 57,220

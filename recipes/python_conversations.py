@@ -1,18 +1,18 @@
-"""Write conversations about Python's standard library, from this interpreter's docstrings.
+"""Write conversations about Python's standard library, from the docstrings of this interpreter.
 
     python recipes/python_conversations.py --output data/python_questions
-    make chat    # the whole way: a base model, these conversations, fine-tuning, its share of right answers
+    make chat    # a base model, these conversations, fine-tuning, and the accuracy of the answers
 
-For 300 functions: what it does, answered by the first sentence of its docstring, and how it is
-called, answered by its signature. Each question has six wordings, of which two, drawn for each
-function, are held out. Questions about functions that do not exist are answered "I don't know.";
-some of these names are held out. Each question comes in 12 conversations, after other questions
-each time: otherwise the model learns by heart which answer follows which.
+There are two questions about each of 300 functions: what it does, answered by the first sentence of
+its docstring, and how to call it, answered by its signature. Each question has six wordings; two of
+them, drawn for each function, are held out. Questions about functions that do not exist have the
+answer "I don't know."; some of these names are held out. Each question comes in 12 conversations,
+after different questions: otherwise the model memorizes the order of the answers.
 
-Writes `train.jsonl` in the form `messages`, and `held_out.jsonl` in the form of `evaluate.py
---tasks chat`, in the groups `known` and `invented`. The docstrings are part of Python, under the
-PSF License Agreement, https://docs.python.org/3/license.html. They differ between versions of
-Python, so the figures of `make chat` do, too.
+Writes `train.jsonl` with `messages`, and `held_out.jsonl` for `evaluate.py --tasks chat`, with the
+groups `known` and `invented`. The docstrings are part of Python, under the PSF License Agreement,
+https://docs.python.org/3/license.html. They differ between versions of Python, and so do the
+results of `make chat`.
 """
 
 import importlib
@@ -21,7 +21,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +30,13 @@ from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.runtime.files import write_file
 
 MODULES = """
-    argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses datetime decimal difflib
-    email enum filecmp fnmatch fractions functools gc getpass glob gzip hashlib heapq hmac html inspect io ipaddress itertools
-    json keyword linecache locale logging lzma math mimetypes operator os os.path pathlib pickle platform plistlib pprint
-    random re secrets shlex shutil signal socket sqlite3 ssl stat statistics string struct subprocess sys tarfile tempfile
-    textwrap threading time timeit tokenize traceback types typing unicodedata urllib.parse urllib.request uuid warnings
-    weakref zipfile zlib
+    argparse ast asyncio base64 bisect calendar collections colorsys contextlib copy csv dataclasses
+    datetime decimal difflib email enum filecmp fnmatch fractions functools gc getpass glob gzip
+    hashlib heapq hmac html inspect io ipaddress itertools json keyword linecache locale logging
+    lzma math mimetypes operator os os.path pathlib pickle platform plistlib pprint random re
+    secrets shlex shutil signal socket sqlite3 ssl stat statistics string struct subprocess sys
+    tarfile tempfile textwrap threading time timeit tokenize traceback types typing unicodedata
+    urllib.parse urllib.request uuid warnings weakref zipfile zlib
 """.split()  # noqa: SIM905
 DOES = (
     "What does {} do?",
@@ -55,8 +56,8 @@ CALL = (
 )
 HELD_OUT = 2  # wordings of each question
 HELD_OUT_NAMES = 150  # of functions that do not exist
-SEED = 1337  # of what is drawn
-SYSTEM = (  # prompts, of a part of the conversations
+SEED = 1337
+SYSTEM = (  # the system prompts
     "You answer questions about Python's standard library.",
     "You are a helpful assistant.",
     "Answer in one sentence.",
@@ -64,10 +65,10 @@ SYSTEM = (  # prompts, of a part of the conversations
     "You help people who learn Python. Say so if you do not know something.",
     "Answer from the documentation.",
 )
-SYSTEM_SHARE = 0.25
-# Modules of functions that others show as theirs.
+SYSTEM_SHARE = 0.25  # of the conversations have a system prompt
+# Modules whose functions are documented as those of other modules.
 BUILT_IN = {"posix", "builtins", "posixpath", "genericpath"}
-LONGEST_TALK = 10  # questions of a conversation
+LONGEST_CONVERSATION = 10  # questions
 SHORTEST = 15  # characters of an answer
 LONGEST = 100
 DO_NOT_KNOW = "I don't know."
@@ -76,41 +77,48 @@ DO_NOT_KNOW = "I don't know."
 @dataclass
 class PythonConversations:
     output: str = setting("data/python_questions", "folder to write")
-    functions: int = setting(300, "functions that are asked about")
-    invented: int = setting(1200, "names of functions that do not exist, in training")
-    repeats: int = setting(12, "conversations that each question comes in")
+    functions: int = setting(300, "functions to ask about")
+    invented: int = setting(1200, "names of functions that do not exist, for training")
+    repeats: int = setting(12, "conversations per question")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="functions invented repeats")
 
 
 def documented() -> dict[str, tuple[str, str | None]]:
-    """Returns the functions of `MODULES` with a docstring: its first sentence, once each, and a
-    signature if short."""
+    """Returns the functions of `MODULES` with a docstring, by name: its first sentence, which no
+    other function has, and `signature`."""
     found: dict[str, tuple[str, str | None]] = {}
     for module in MODULES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some are deprecated
             members = vars(importlib.import_module(module))
         for name, member in sorted(members.items()):
-            home = (getattr(member, "__module__", None) or module).split(".")[0].lstrip("_")
             if name.startswith("_") or not inspect.isroutine(member):
                 continue
-            if home not in {module.split(".")[0], *BUILT_IN}:
-                continue  # imported from elsewhere
-            paragraph = " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
-            sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
-            fits = SHORTEST <= len(sentence) <= LONGEST and sentence.isascii()
-            # Old docstrings begin with the signature.
-            if not fits or not sentence.endswith(".") or "->" in sentence:
-                continue
-            if all(sentence != other for other, _ in found.values()):
+            defined_in = getattr(member, "__module__", None) or module
+            home = defined_in.split(".")[0].lstrip("_")
+            if home != module.split(".")[0] and home not in BUILT_IN:
+                continue  # imported from another module
+            sentence = first_sentence(inspect.getdoc(member) or "")
+            if sentence and all(sentence != other for other, _ in found.values()):
                 found[f"{module}.{name}"] = sentence, signature(f"{module}.{name}", member)
     return found
 
 
-def signature(name: str, function: object) -> str | None:
-    """Returns how a function is called, None if that is unknown or too long."""
+def first_sentence(docstring: str) -> str | None:
+    """Returns the first sentence of a docstring, or None if it is not a short sentence in ASCII."""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.!?])\s", paragraph)[0]
+    fits = SHORTEST <= len(sentence) <= LONGEST and sentence.isascii()
+    # An old docstring begins with the signature.
+    if fits and sentence.endswith(".") and "->" not in sentence:
+        return sentence
+    return None
+
+
+def signature(name: str, function: Callable[..., object]) -> str | None:
+    """Returns how to call a function, or None if that is unknown or too long."""
     try:
         text = name + re.sub(r" at 0x\w+", "", str(inspect.signature(function)))
     except (TypeError, ValueError):
@@ -119,10 +127,13 @@ def signature(name: str, function: object) -> str | None:
 
 
 def invented_names(known: dict[str, tuple], count: int, draw: random.Random) -> list[str]:
-    """Returns names of functions that do not exist: real modules, and parts of the names of real
-    functions."""
-    parts = sorted({part for name in known for part in name.split(".")[-1].split("_") if part})
-    if count > len(MODULES) * len(parts) ** 2:  # more names than modules times pairs of words
+    """Returns `count` names of functions that do not exist, in real modules, from the words in the
+    names of real functions. Raises `ValueError` if these are too few."""
+    words: set[str] = set()
+    for name in known:
+        words.update(name.split(".")[-1].split("_"))
+    parts = sorted(words - {""})
+    if count > len(MODULES) * len(parts) ** 2:
         raise ValueError(
             f"{len(known)} functions have too few words for {count:,} names: raise --functions"
         )
@@ -135,12 +146,12 @@ def invented_names(known: dict[str, tuple], count: int, draw: random.Random) -> 
     return list(names)
 
 
-def talks(asked: list[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
-    """Yields conversations of one to `LONGEST_TALK` questions, in random order; some begin with a
-    system prompt."""
+def conversations(asked: list[tuple[str, str]], draw: random.Random) -> Iterator[dict]:
+    """Yields conversations with all questions and answers, in random order, one to
+    `LONGEST_CONVERSATION` in each. Some begin with a system prompt."""
     left = draw.sample(asked, len(asked))
     while left:
-        count = draw.randint(1, LONGEST_TALK)
+        count = draw.randint(1, LONGEST_CONVERSATION)
         turns = left[:count]
         left = left[count:]
         messages = [{"role": "system", "content": draw.choice(SYSTEM)}]
@@ -160,27 +171,32 @@ def main() -> None:
         raise ValueError(
             f"this Python has {len(everything)} functions with a short docstring: lower --functions"
         )
-    known = {n: everything[n] for n in sorted(draw.sample(sorted(everything), config.functions))}
-    training = []
-    held_out = []
+    chosen = sorted(draw.sample(sorted(everything), config.functions))
+    known = {name: everything[name] for name in chosen}
+    training: list[tuple[str, str]] = []  # questions and answers
+    items = []
     for name, answers in known.items():
         for wordings, answer in zip((DOES, CALL), answers, strict=True):
-            if answer is not None:
-                chosen = draw.sample(wordings, HELD_OUT)
-                for wording in wordings:
-                    asked = held_out if wording in chosen else training
-                    asked.append((wording.format(name), answer))
+            if answer is None:
+                continue
+            held_out = draw.sample(wordings, HELD_OUT)
+            for wording in wordings:
+                question = wording.format(name)
+                if wording in held_out:
+                    items.append({"prompt": question, "answer": answer, "group": "known"})
+                else:
+                    training.append((question, answer))
+    on_known = len(items)
     names = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
-    asked = [(draw.choice(DOES + CALL).format(name), DO_NOT_KNOW) for name in names]
-    training += asked[HELD_OUT_NAMES:]
-    rows = []
+    for number, name in enumerate(names):
+        question = draw.choice(DOES + CALL).format(name)
+        if number < HELD_OUT_NAMES:
+            items.append({"prompt": question, "answer": DO_NOT_KNOW, "group": "invented"})
+        else:
+            training.append((question, DO_NOT_KNOW))
+    rows: list[dict] = []
     for _ in range(config.repeats):
-        rows += talks(training, draw)
-    groups = {"known": held_out, "invented": asked[:HELD_OUT_NAMES]}
-    items = []
-    for group, pairs in groups.items():
-        for question, answer in pairs:
-            items.append({"prompt": question, "answer": answer, "group": group})
+        rows += conversations(training, draw)
     for name, lines in {"train.jsonl": rows, "held_out.jsonl": items}.items():
         path = Path(config.output, name)
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -190,9 +206,9 @@ def main() -> None:
             )
         write_file(path, text)
     print(
-        f"{config.output}: {len(rows):,} conversations on {len(known)} functions and "
-        f"{config.invented:,} invented names; held out are {len(held_out):,} questions on the same "
-        f"functions and {HELD_OUT_NAMES} on other invented names"
+        f"{config.output}: {len(rows):,} conversations about {len(known)} functions and "
+        f"{config.invented:,} invented names; held out: {on_known:,} questions about the same "
+        f"functions and {HELD_OUT_NAMES} about other invented names"
     )
 
 

@@ -2,14 +2,17 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
 
-Data: the `.py` files of the running interpreter's standard library, tests left out, about 11 MB;
-one file in 20, by a hash of its path, is held out. Tokens: a byte-level BPE of 4,096 trained on the
-rest, about 3.3M tokens. Batch: 16 sequences x 128 tokens = 2,048 tokens per update, 1,000 updates,
-2.0M tokens. With so few tokens two layers reach a lower loss than four, in less time. Muon's
-schedule, weight decay, beta2 and warmup are those that the study in docs/results.md chose for this
-text at half this width. The learning rate is the best of 0.012, 0.018 and 0.025 here. `--init_from
-DIR_OR_HUB_ID` continues a model of your own, with its tokenizer; give it a `--data_dir` then.
-Expected: about 1.47 bits per byte on the held-out files, after two to three minutes on 2 CPU cores.
+Data: the `.py` files of Python's standard library, without its tests, about 11 MB. One file in 20,
+chosen by a hash of its path, is held out for validation. Tokens: a byte-level BPE of 4,096 tokens,
+trained on the other files, which gives about 3.3M tokens. Batch: 16 sequences x 128 tokens = 2,048
+tokens per update; 1,000 updates, 2.0M tokens. Model: with so few tokens, two layers reach a lower
+loss than four, and faster. Settings: Muon's schedule, weight decay, beta2 and warmup are the result
+of a study on this text at half this width (docs/results.md); the learning rate is the best of
+0.012, 0.018 and 0.025. Expected: about 1.47 bits per byte on the held-out files, after two to three
+minutes on 2 CPU cores.
+
+`--init_from DIR_OR_HUB_ID` continues training a model of your own, with its tokenizer: give a
+`--data_dir` of your own too.
 """
 
 import json
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.config import TrainConfig, derived, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
@@ -29,10 +32,11 @@ from gpt2_accel.runtime.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096
-LITTLE = 0.5  # tokens per parameter (docs/results.md)
-OFTEN = 4  # passes
-TESTS = {"test", "tests", "idle_test"}
-OTHERS = {"site-packages", "dist-packages", "__pycache__"}
+# The folders of tests, and those that are not part of the standard library.
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+# Text with fewer tokens, read in more passes, needs a stronger weight decay (docs/results.md).
+TOKENS_PER_PARAMETER = 0.5
+PASSES = 4
 
 
 @dataclass
@@ -58,11 +62,10 @@ class Quickstart(TrainConfig):
     lr_schedule: str = "linear"
     min_lr_ratio: float = 0.0
     warmup_steps: int = 10
-    weight_decay: float | None = setting(
-        None,
-        "decay of matrices and embeddings; default that of the run that continues, else 0.3, or "
-        f"1.6 if the text has less than {LITTLE} tokens per parameter and is read {OFTEN} times "
-        "or more",
+    weight_decay: float = derived(
+        "decay of matrices and embeddings; default 0.3, or 1.6 if the text has less than "
+        f"{TOKENS_PER_PARAMETER} tokens per parameter and is read at least {PASSES} times; a "
+        "resumed run keeps its own"
     )
     beta2: float = 0.99
 
@@ -73,8 +76,8 @@ class Quickstart(TrainConfig):
 
 
 def check_prepared(config: Quickstart) -> None:
-    """Raises `ValueError` if the prepared data has another vocabulary size than the given
-    `--vocab_size`."""
+    """Raises `FileNotFoundError` if the data is not prepared, `ValueError` if its vocabulary size
+    is not the given `--vocab_size`."""
     found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, found):
         raise ValueError(
@@ -84,31 +87,30 @@ def check_prepared(config: Quickstart) -> None:
 
 
 def prepare_corpus(config: Quickstart) -> None:
-    """The standard library's source as token shards."""
+    """Writes the source of the standard library into `data_dir`, as token shards."""
     library = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, list[str]] = {"train": [], "val": []}
-    for path in sorted(path for path in library.rglob("*.py") if path.is_file()):
+    for path in sorted(library.rglob("*.py")):
         name = path.relative_to(library)
-        if path.stat().st_size and not (TESTS | OTHERS) & set(name.parts):
-            split = "val" if held_out(name.as_posix()) else "train"
-            texts[split].append(read_text(path))
+        if not path.is_file() or not path.stat().st_size or SKIPPED & set(name.parts):
+            continue
+        split = "val" if held_out(name.as_posix()) else "train"
+        texts[split].append(read_text(path))
     if config.init_from:
         from gpt2_accel.checkpoint.find import verified_directory
         from gpt2_accel.hf.convert import model_tokenizer
 
-        tokenizer = model_tokenizer(
-            verified_directory(config.init_from, hint="use another checkpoint")
-        )
+        directory = verified_directory(config.init_from, hint="use another checkpoint")
+        tokenizer = model_tokenizer(directory)
     else:
-        tokenizer = train_bpe(
-            texts["train"], VOCAB_SIZE if config.vocab_size is None else config.vocab_size
-        )
+        vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size
+        tokenizer = train_bpe(texts["train"], vocab_size)
     prepare(texts, tokenizer, config.data_dir, source=f"the Python standard library, {library}")
 
 
 def decay_for(config: Quickstart) -> float:
-    """Returns the weight decay: that of the run that continues, or a stronger one for a little text
-    that is read often."""
+    """Returns the weight decay: 1.6 for little text that is read often, else 0.3. A run that resumes
+    keeps its own. All ranks call it."""
     from gpt2_accel.checkpoint.find import find_checkpoint, read_state
     from gpt2_accel.hf.convert import configured_shape
     from gpt2_accel.runtime.processes import on_main_process, process_state
@@ -117,20 +119,35 @@ def decay_for(config: Quickstart) -> float:
         checkpoint = find_checkpoint(config.resume_from, config.output_dir, lambda _: None)
         return read_state(checkpoint)["settings"] if checkpoint else {}
 
-    settings = on_main_process(saved_settings)
-    if "weight_decay" in settings:
-        return settings["weight_decay"]
+    saved = on_main_process(saved_settings)
+    if "weight_decay" in saved:
+        return saved["weight_decay"]
     manifest = read_manifest(config.data_dir)
     tokens = manifest["splits"]["train"]["tokens"]
-    passes = config.epochs or config.max_steps * config.total_batch_size / tokens
     parameters = configured_shape(config, manifest["tokenizer"]["vocab_size"]).parameter_count
-    if tokens >= LITTLE * parameters or passes < OFTEN or config.init_from:
+    passes = config.epochs or config.max_steps * config.total_batch_size / tokens
+    enough = tokens >= TOKENS_PER_PARAMETER * parameters or passes < PASSES
+    if enough or config.init_from:
         return 0.3
     process_state().print(
-        f"weight decay 1.6 in place of 0.3: {tokens:,} tokens for {parameters:,} parameters, read "
+        f"weight decay 1.6 instead of 0.3: {tokens:,} tokens for {parameters:,} parameters, read "
         f"{passes:.2g} times"
     )
     return 1.6
+
+
+def next_steps(config: Quickstart) -> str:
+    """Returns commands that generate text with the trained model."""
+    prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]
+    sample = recipe_command("sample", "--model", config.output_dir, "--prompt", prompt)
+    model = json.dumps(config.output_dir, ensure_ascii=False)
+    text = json.dumps(prompt, ensure_ascii=False)
+    code = (
+        "from transformers import pipeline; "
+        f'print(pipeline("text-generation", model={model})({text})[0]["generated_text"])'
+    )
+    python = shlex.join([program(Path(sys.executable)), "-c", code])
+    return f"\nThe model is in {config.output_dir}. To generate text:\n  {sample}\n  {python}"
 
 
 def main() -> None:
@@ -147,24 +164,13 @@ def main() -> None:
         except FileNotFoundError as error:
             if config.data_dir != Quickstart.data_dir:
                 raise FileNotFoundError(
-                    f"{error}; or leave out --data_dir for Python's standard library"
+                    f"{error}; or leave out --data_dir to train on Python's standard library"
                 ) from error
             prepare_corpus(config)
     if config.weight_decay is None:
         config.weight_decay = decay_for(config)
-    if not train(config):
-        return
-    prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]
-    model, text = (json.dumps(word, ensure_ascii=False) for word in (config.output_dir, prompt))
-    code = (
-        f'from transformers import pipeline; print(pipeline("text-generation", model={model})({text})'
-        '[0]["generated_text"])'
-    )
-    process_state().print(
-        f"\nThe model is in {config.output_dir}. Go on with\n"
-        f"  {recipe_command('sample', '--model', config.output_dir, '--prompt', prompt)}\n"
-        f"  {shlex.join([program(Path(sys.executable)), '-c', code])}"
-    )
+    if train(config):
+        process_state().print(next_steps(config))
 
 
 if __name__ == "__main__":

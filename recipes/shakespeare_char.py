@@ -1,13 +1,14 @@
 """Train nanoGPT's first example: a character-level GPT on tiny Shakespeare or your own text.
 
     accelerate launch --config_file accelerate_configs/1xgpu.yaml recipes/shakespeare_char.py
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_char.py --cpu_settings
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_char.py \\
+        --cpu_settings
 
-`--input FILE` takes your own text; without it the text is downloaded. The first 90% of the
-characters are for training, the rest for validation. The defaults are nanoGPT's six-layer settings
-for a GPU: 64 x 256 = 16,384 tokens per update, 5,000 updates; nanoGPT reports a validation loss of
-1.4697. `--cpu_settings` takes its four-layer settings: 12 x 64 = 768 tokens per update, 2,000
-updates, a loss of about 1.9.
+`--input FILE` trains on your own text; by default tiny Shakespeare is downloaded. Data: the first
+90% of the characters are for training, the rest for validation. Batch: 64 sequences x 256
+characters = 16,384 tokens per update; 5,000 updates. Settings: those of nanoGPT for a GPU, six
+layers. Expected: nanoGPT reports a validation loss of 1.4697. `--cpu_settings` are those of nanoGPT
+for a CPU: four layers, 12 x 64 = 768 tokens per update, 2,000 updates; a loss of about 1.9.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from gpt2_accel.tokenizer import char_tokenizer
 
 @dataclass
 class ShakespeareChar(TrainConfig):
-    input: str | None = setting(None, "text file; downloaded if not given")
+    input: str | None = setting(None, "text file; default tiny Shakespeare, downloaded")
     cpu_settings: bool = setting(False, "nanoGPT's smaller settings for a CPU")
 
     data_dir: str = "data/shakespeare_char"

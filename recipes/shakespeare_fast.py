@@ -1,14 +1,15 @@
 """Train a character-level GPT on tiny Shakespeare in seconds on a CPU, past nanoGPT's CPU example.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/shakespeare_fast.py
-    accelerate launch --config_file accelerate_configs/cpu_bf16.yaml recipes/shakespeare_fast.py  # AMX, AVX512-BF16
 
-Data as in `shakespeare_char.py`; `--input FILE` takes your own text. Batch: 48 sequences x 32
-characters = 1,536 tokens per update, 280 updates, 0.43M tokens: two fifths of the text. Muon needs
-fewer tokens than AdamW. Two layers and short sequences allow many small updates, which matter most
-early in training. The learning rate is the best of 1e-2, 1.5e-2, 1.8e-2 and 2.2e-2, and lies near
-the minimum for this width in docs/results.md. Expected: a loss of about 1.86 over the whole
-validation split, from 1.85 to 1.88 with four seeds; nanoGPT's CPU settings reach 1.9.
+`cpu_bf16.yaml` is faster on a CPU with AMX or AVX512-BF16, and far slower on other CPUs.
+
+Data: as in `shakespeare_char.py`; `--input FILE` trains on your own text. Batch: 48 sequences x 32
+characters = 1,536 tokens per update; 280 updates, 0.43M tokens, two fifths of the text. Settings:
+Muon needs fewer tokens than AdamW. Two layers and short sequences allow many small updates, which
+matter most early in training. The learning rate is the best of 1e-2, 1.5e-2, 1.8e-2 and 2.2e-2, and
+is close to the best one for this width in docs/results.md. Expected: a loss of about 1.86 over all
+validation data, between 1.85 and 1.88 with four seeds; nanoGPT's CPU settings reach 1.9.
 """
 
 from dataclasses import dataclass

@@ -1,48 +1,57 @@
-"""Train a nanochat of any depth with Muon: one dial, from which all other settings follow.
+"""Train a nanochat model of any depth with Muon: all other settings follow from the depth.
 
-    python recipes/prepare_data.py hf karpathy/climbmix-400b-shuffle --tokenizer gpt2 --data_dir data/climbmix
+    python recipes/prepare_data.py hf karpathy/climbmix-400b-shuffle --tokenizer gpt2 \\
+        --data_dir data/climbmix
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/speedrun.py --depth 24
 
-It aims at the CORE of OpenAI's GPT-2 1558M, .2565. nanochat has published .257 (March 2026) with a
-later form of its model: fp8, value embeddings, windows of attention and a tokenizer of its own.
-This recipe was not run at this size.
+The goal is the CORE score of OpenAI's GPT-2 1558M, .2565. nanochat reports .257 (March 2026) with a
+later version of its model: fp8, value embeddings, windowed attention and its own tokenizer. This
+recipe was not run at this size.
 
-Data: ClimbMix (nvidia), shuffled, as text. Its license is CC BY-NC 4.0, for research only; so is the final model's card.
-Settings, from karpathy/nanochat's `base_train.py`, July 2026:
+Data: ClimbMix (nvidia), shuffled, as text. Its license, CC BY-NC 4.0, allows research only; the
+card of the final model names it. Settings, from `base_train.py` of karpathy/nanochat, July 2026:
 - width 64 x depth, rounded up to heads of 128 channels; 2,048 positions;
-- D = 12 tokens per weight of the blocks' matrices and the head;
-- batch B = 2^round(log2(2^19 (D / D of depth 12)^0.383)), with the exponent of Power Lines (Bergsma et al., 2025,
-  arXiv:2505.13738);
-- Muon's rate 0.02, which is 0.1 / sqrt(width) for this package's Muon, x sqrt(B / 2^19) (Malladi et al., 2022,
-  arXiv:2205.10287, for Adam). AdamW's parameters have the same rate;
-- weight decay 0.1 x sqrt(B / 2^19) x D of depth 12 / D, so that weights forget at the same pace over a run (Wang and
-  Aitchison, 2024, arXiv:2405.13698). The 0.1 is this package's, and was not searched;
-- 40 updates of warmup, then constant, over the last 65% of the run linear to 5%.
+- D = 12 tokens per weight of the blocks' matrices and of the head;
+- batch B = 2^round(log2(2^19 (D / D at depth 12)^0.383)); the exponent is from Power Lines (Bergsma
+  et al., 2025, arXiv:2505.13738);
+- learning rate 0.1 / sqrt(width) x sqrt(B / 2^19), which is nanochat's 0.02 for its own Muon; the
+  square root of B is from Malladi et al. (2022, arXiv:2205.10287, for Adam). AdamW's parameters
+  have the same rate;
+- weight decay 0.1 x sqrt(B / 2^19) x D at depth 12 / D, which keeps the time scale of the decay at
+  the same share of a run (Wang and Aitchison, 2024, arXiv:2405.13698). 0.1 was not searched;
+- 40 updates of warmup, then a constant rate, then a linear decay to 5% over the last 65% of the run.
 
-| depth | parameters | tokens | batch | updates | FLOPs | 8 x H100 at 45% of 989 TFLOP/s | at 24 dollars an hour |
+Time on 8 H100s at 45% of 989 TFLOP/s, and its price at 24 dollars an hour:
+
+| depth | parameters | tokens | batch | updates | FLOPs | hours | dollars |
 |---|---|---|---|---|---|---|---|
-| 20 | 0.52B | 5.5B | 1,048,576 | 5,236 | 1.85e19 | 1.4 hours | 35 dollars |
-| 24 | 0.83B | 9.1B | 1,048,576 | 8,659 | 4.94e19 | 3.9 hours | 93 dollars |
-| 26 | 1.03B | 11.4B | 1,048,576 | 10,843 | 7.67e19 | 6.0 hours | 144 dollars |
+| 20 | 0.52B | 5.5B | 1,048,576 | 5,236 | 1.85e19 | 1.4 | 35 |
+| 24 | 0.83B | 9.1B | 1,048,576 | 8,659 | 4.94e19 | 3.9 | 93 |
+| 26 | 1.03B | 11.4B | 1,048,576 | 10,843 | 7.67e19 | 6.0 | 144 |
 
 A trial on a CPU, three minutes:
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/speedrun.py --depth 2 --total_batch_size 8192 \\
-        --max_steps 40 --data_dir data/python_stdlib
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/speedrun.py --depth 2 \\
+        --total_batch_size 8192 --max_steps 40 --data_dir data/python_stdlib
 """
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
-from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.config import TrainConfig, derived, parse_config, setting
 from gpt2_accel.data.shards import HUB, read_manifest
+from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.recipe_command import recipe_command
+
+if TYPE_CHECKING:
+    from gpt2_accel.run import Run
 
 DATA = "karpathy/climbmix-400b-shuffle"
 LICENSE = "cc-by-nc-4.0"  # of ClimbMix
-VOCAB_SIZE = 50257  # GPT-2's, before there is data
+VOCAB_SIZE = 50257  # of GPT-2, for a dry run without data
 HEAD = 128  # channels
 TOKENS_PER_WEIGHT = 12
 REFERENCE_DEPTH = 12
@@ -60,17 +69,15 @@ class Speedrun(TrainConfig):
     resume_from: str | None = "latest"
 
     architecture: str | None = "nanochat"
-    depth: int | None = setting(
-        20, "layers; the width, the batch, the updates and the rates follow"
-    )
+    depth: int = setting(20, "layers; width, batch, updates, rate and decay follow from it")
     n_positions: int = 2048
-    micro_batch_size: int | None = setting(None, "sequences per device; default up to 16")
-    total_batch_size: int | None = setting(None, "tokens per update; default by the depth")
-    max_steps: int | None = setting(None, "updates; default by the depth")
+    micro_batch_size: int = derived("sequences per device; default up to 16")
+    total_batch_size: int = derived("tokens per update; default by the depth")
+    max_steps: int = derived("updates; default by the depth")
 
     optimizer: str = "muon"
-    learning_rate: float | None = setting(None, "peak learning rate; default by the depth")
-    weight_decay: float | None = setting(None, "weight decay; default by the depth")
+    learning_rate: float = derived("peak learning rate; default by the depth")
+    weight_decay: float = derived("weight decay; default by the depth")
     warmup_steps: int = 40
     lr_schedule: str = "wsd"
     decay_share: float = 0.65
@@ -83,39 +90,40 @@ class Speedrun(TrainConfig):
 
 
 def width_of(depth: int) -> int:
-    """Returns the width of a depth: 64 per layer, in heads of 128 channels."""
-    return math.ceil(64 * depth / HEAD) * HEAD
+    """Returns the width of a depth: 64 channels per layer, in heads of 128."""
+    return round_up(64 * depth, HEAD)
 
 
 def tokens_of(depth: int, vocab_size: int) -> int:
-    """Returns the tokens of a run of a depth: 12 per weight of the blocks' matrices and the head."""
+    """Returns the training tokens of a depth: 12 per weight of the blocks' matrices and the head."""
     width = width_of(depth)
     return TOKENS_PER_WEIGHT * (12 * depth * width**2 + vocab_size * width)
 
 
 def follow_depth(config: Speedrun, vocab_size: int, processes: int) -> None:
-    """Sets what follows from the depth, where it is not given: batch, updates, rate and decay."""
+    """Sets the settings that follow from the depth, unless they are given: batch, updates, learning
+    rate and weight decay."""
     tokens = tokens_of(config.depth, vocab_size)
     ratio = tokens / tokens_of(REFERENCE_DEPTH, vocab_size)
-    if config.total_batch_size is None:
-        config.total_batch_size = 2 ** round(math.log2(REFERENCE_BATCH * ratio**BATCH_EXPONENT))
-    root = math.sqrt(config.total_batch_size / REFERENCE_BATCH)
+    batch = 2 ** round(math.log2(REFERENCE_BATCH * ratio**BATCH_EXPONENT))
+    config.derive(total_batch_size=batch)
+    batch = config.total_batch_size
+    root = math.sqrt(batch / REFERENCE_BATCH)
     rate = RATE_TIMES_ROOT / math.sqrt(width_of(config.depth)) * root
-    if config.max_steps is None:
-        config.max_steps = tokens // config.total_batch_size
-    if config.learning_rate is None:
-        config.learning_rate = float(f"{rate:.3g}")
-    if config.weight_decay is None:
-        config.weight_decay = float(f"{WEIGHT_DECAY * root / ratio:.3g}")
-    if config.micro_batch_size is None:
-        share = config.total_batch_size // (config.tokens_per_sequence * processes)
-        config.micro_batch_size = max(1, math.gcd(share, LARGEST_MICRO_BATCH))
+    decay = WEIGHT_DECAY * root / ratio
+    sequences = batch // (config.tokens_per_sequence * processes)  # of a process
+    config.derive(
+        max_steps=tokens // batch,
+        learning_rate=float(f"{rate:.3g}"),
+        weight_decay=float(f"{decay:.3g}"),
+        micro_batch_size=max(1, math.gcd(sequences, LARGEST_MICRO_BATCH)),
+    )
 
 
 class License:
-    """Writes ClimbMix's license into the card of the final model."""
+    """A callback that writes the license of ClimbMix into the card of the final model."""
 
-    def on_train_end(self, run, finished: bool) -> None:
+    def on_train_end(self, run: "Run", finished: bool) -> None:
         from huggingface_hub import ModelCard
 
         path = Path(run.config.output_dir, "README.md")
@@ -127,24 +135,24 @@ class License:
 
 def main() -> None:
     config = parse_config(Speedrun)
-    there = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
-    if not there and not config.dry_run:
-        words = ["hf", DATA, "--tokenizer", "gpt2", "--data_dir", config.data_dir]
-        command = recipe_command("prepare_data", *words)
-        raise FileNotFoundError(f"{config.data_dir} is not there: make it by {command}")
+    exists = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
+    if not exists and not config.dry_run:
+        arguments = ["hf", DATA, "--tokenizer", "gpt2", "--data_dir", config.data_dir]
+        command = recipe_command("prepare_data", *arguments)
+        raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
     from gpt2_accel.runtime.processes import main_process_first, process_state
     from gpt2_accel.train import train
 
     vocab_size = VOCAB_SIZE
-    if there:
+    if exists:
         with main_process_first():
             open_hub(config.data_dir)
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     follow_depth(config, vocab_size, process_state().num_processes)
-    own = config.data_dir == Speedrun.data_dir
-    train(config, callbacks=[License()] if own else [])
+    callbacks = [License()] if config.data_dir == Speedrun.data_dir else []
+    train(config, callbacks=callbacks)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,6 @@ class Trainable(Protocol):
 
     separator: int | None  # the token that begins documents, if attention stays inside them
     checkpoint_activations: bool
-    forward: Callable[..., Any]  # as `LanguageModel.forward`
 
     @property
     def config(self) -> ModelConfig: ...
@@ -138,6 +137,8 @@ class Trainable(Protocol):
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def forward(self) -> Callable[..., Any]: ...  # as `LanguageModel.forward`
     def tie_weights(self) -> None: ...
 
 

@@ -1,18 +1,22 @@
-"""A change: distillation from any causal language model of `transformers` (Hinton et al., 2015, arXiv:1503.02531).
+"""Distillation from any causal language model (Hinton et al., 2015, arXiv:1503.02531).
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/distillation.py \
-        --data_dir data/python_stdlib --config recipes/changes/small.yaml --teacher runs/quickstart --output_dir runs/student
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/distillation.py \\
+        --config recipes/changes/small.yaml --data_dir data/python_stdlib \\
+        --teacher runs/quickstart --output_dir runs/student
 
-The loss is the mean of the cross-entropy and of the Kullback-Leibler divergence from the teacher's next-token distribution,
-which is `train/divergence`. The teacher is in no checkpoint and gets no gradient.
+The loss is the mean of the cross-entropy and of the Kullback-Leibler divergence from the teacher's
+next-token distribution, which is `train/divergence`. The teacher gets no gradient and is not saved
+in checkpoints.
 """
 
 from dataclasses import dataclass
 
+from gpt2_accel import cli
+
+# isort: split
 import torch
 import torch.nn.functional as F
 
-from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.train import train
@@ -37,8 +41,10 @@ class Distillation:
         with torch.no_grad():
             theirs = self.teacher.to(logits.device)(batch.input_ids).logits.flatten(0, 1)
         if theirs.shape != logits.shape:
-            found = theirs.shape[1], logits.shape[1]
-            raise ValueError(f"the teacher has {found[0]} tokens, the student {found[1]}")
+            raise ValueError(
+                f"the teacher has {theirs.shape[1]} tokens, the student {logits.shape[1]}: "
+                "prepare the data with the teacher's tokenizer"
+            )
         targets = batch.targets.flatten()
         counted = targets != -100
         theirs = theirs[counted].log_softmax(dim=-1)

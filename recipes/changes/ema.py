@@ -1,19 +1,21 @@
-"""A change: an exponential moving average of the weights, evaluated beside them and saved as a model in `ema/`.
+"""An exponential moving average of the weights, which is evaluated and saved as a model in `ema/`.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/ema.py --data_dir data/python_stdlib \
-        --config recipes/changes/small.yaml --output_dir runs/ema
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/ema.py \\
+        --config recipes/changes/small.yaml --data_dir data/python_stdlib --output_dir runs/ema
 
-The average of update t is decay · average + (1 - decay) · weights. Training does not see it: the losses are those of a run
-without it. It is in each checkpoint, so a resume continues it.
+After each update: average = decay · average + (1 - decay) · weights. Training does not use the
+average, so the losses are the same as without it. Checkpoints have it, so a resume continues it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpt2_accel import cli
+
+# isort: split
 import torch
 
-from gpt2_accel import cli
 from gpt2_accel.checkpoint.state_dict import shard_like, unwrap
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.run import Run
@@ -48,7 +50,7 @@ class EMA:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Puts the average into the model inside the block."""
+        """Replaces the weights of the model by the average inside the block."""
         kept = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.copy(self.average)
         yield

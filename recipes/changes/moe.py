@@ -1,22 +1,26 @@
-"""A change: a mixture of experts in place of each MLP, one expert per token (Switch, Fedus et al., 2021, arXiv:2101.03961).
+"""A mixture of experts in place of each MLP, as in Switch Transformer (Fedus et al., 2021,
+arXiv:2101.03961): one expert per token.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/moe.py --data_dir data/python_stdlib \
-        --config recipes/changes/small.yaml --output_dir runs/moe
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/moe.py \\
+        --config recipes/changes/small.yaml --data_dir data/python_stdlib --output_dir runs/moe
     python recipes/sample.py --model runs/moe --model_class recipes/changes/moe.py:MoE
 
-The balance is E · Σ share of the tokens · mean probability over the experts, for each sequence, so that it does not depend on
-how an update is divided. Each expert computes all tokens: simple, and no expert is ever without a gradient.
+The load balancing loss of a sequence is E · Σ f · p over the E experts, where f is the share of its
+tokens that an expert gets and p its mean probability. Per sequence, it does not depend on how an
+update is divided into micro-batches. Each expert computes all tokens: this is simple, and every
+expert always has a gradient.
 """
 
 from typing import TYPE_CHECKING
 
+from gpt2_accel import GPT, GPTConfig, cli
+
+# isort: split
 import torch
 from torch import nn
 
-from gpt2_accel import GPT, GPTConfig, cli
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.hf.convert import configured_shape
 from gpt2_accel.models.gpt2 import MLP
 from gpt2_accel.train import train
 
@@ -32,12 +36,15 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C)."""
-        probability = self.router(x).softmax(dim=-1)  # (B, T, experts)
-        chosen = nn.functional.one_hot(probability.argmax(dim=-1), probability.shape[-1])
-        shares = chosen.float().mean(dim=1) * probability.mean(dim=1)  # of each sequence
+        probability = self.router(x).softmax(dim=-1)  # (B, T, E)
+        chosen = nn.functional.one_hot(probability.argmax(dim=-1), len(self.experts))
+        shares = chosen.float().mean(dim=1) * probability.mean(dim=1)  # (B, E)
         self.balance = len(self.experts) * shares.sum(dim=-1).mean()
-        gates = (probability * chosen).unsqueeze(-2).unbind(dim=-1)  # of each expert, (B, T, 1)
-        return sum(gate * expert(x) for gate, expert in zip(gates, self.experts, strict=True))
+        gates = probability * chosen
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y = y + gates[..., number, None] * expert(x)
+        return y
 
 
 class MoE(GPT):
@@ -49,7 +56,7 @@ class MoE(GPT):
 
 
 def new_model(config: TrainConfig, tokenizer: "PreTrainedTokenizerBase") -> MoE:
-    return MoE(configured_shape(config, len(tokenizer)))
+    return MoE(GPTConfig.from_settings(config, len(tokenizer)))
 
 
 def objective(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

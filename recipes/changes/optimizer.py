@@ -1,18 +1,20 @@
-"""A change: another optimizer, Lion (Chen et al., 2023, arXiv:2302.06675), with a tenth of the rate for the embeddings.
+"""The optimizer Lion (Chen et al., 2023, arXiv:2302.06675), a tenth of the rate for embeddings.
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/optimizer.py --data_dir data/python_stdlib \
-        --config recipes/changes/small.yaml --learning_rate 3e-4 --output_dir runs/lion
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/optimizer.py \\
+        --config recipes/changes/small.yaml --data_dir data/python_stdlib --output_dir runs/lion \\
+        --learning_rate 3e-4
 
-The rates of the groups keep their ratio along the schedule. Its momentum, the count of its updates and the last sizes of each
-gradient are in the checkpoints.
+The schedule keeps the ratio between the rates of the groups. Checkpoints have all of its state: the
+momentum, the number of updates, and the largest absolute values of each weight's last gradients.
 """
 
-from collections.abc import Callable
 from typing import Any
 
+from gpt2_accel import cli
+
+# isort: split
 import torch
 
-from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.train import train
@@ -24,7 +26,7 @@ class Lion(torch.optim.Optimizer):
         self.beta1 = beta1
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             group["updates"] += 1
             for weight in group["params"]:
@@ -34,7 +36,8 @@ class Lion(torch.optim.Optimizer):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.sub_(direction * group["lr"])
                 momentum.lerp_(weight.grad, 0.01)
-                sizes = [*state.get("sizes", []), float(weight.grad.abs().max())]
+                sizes = state.setdefault("sizes", [])
+                sizes.append(float(weight.grad.abs().max()))
                 state["sizes"] = sizes[-3:]
 
 

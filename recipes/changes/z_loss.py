@@ -1,15 +1,18 @@
-"""A change: z-loss, which keeps the logits from drifting (PaLM, Chowdhery et al., 2022, arXiv:2204.02311, section 5).
+"""The z-loss of PaLM, which keeps the logits small (Chowdhery et al., 2022, arXiv:2204.02311,
+section 5).
 
-    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/z_loss.py --data_dir data/python_stdlib \
-        --config recipes/changes/small.yaml --output_dir runs/z_loss
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/changes/z_loss.py \\
+        --config recipes/changes/small.yaml --data_dir data/python_stdlib --output_dir runs/z_loss
 
-The loss is cross-entropy + 1e-4 · mean(log-sum-exp(logits)²). `train/z_loss` is the second mean; the validation loss stays the
-plain cross-entropy.
+The loss is cross-entropy + 1e-4 · mean(log-sum-exp(logits)²). `train/z_loss` is that mean. The
+validation loss is the cross-entropy alone.
 """
 
+from gpt2_accel import cli
+
+# isort: split
 import torch
 
-from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.train import train

@@ -1,28 +1,34 @@
-"""A study's recipe: GPT-2 from its own initial weights, or from those that PyTorch gives each
-module.
+"""The recipe of a study: GPT-2 with its own initial weights, or with the defaults of PyTorch.
 
     python recipes/compare.py recipes/studies/initialization.yaml
 
-`--initialization gpt2` is that of the package: N(0, 0.02), smaller on the residual stream, and no
-biases. `pytorch` calls `reset_parameters` of each module: U(±1/sqrt(inputs)) for weights and biases
-of `nn.Linear`, N(0, 1) for `nn.Embedding`. `linear` does so for `nn.Linear` only. The head is tied
-to the embedding. Data: `recipes/shakespeare_char.py --dry_run`.
+`--initialization gpt2` is that of the package: N(0, 0.02), smaller for the projections onto the
+residual stream, and biases of zero. `pytorch` calls `reset_parameters` of each module: U(±1 /
+sqrt(inputs)) for weights and biases of `nn.Linear`, N(0, 1) for `nn.Embedding`. `linear` does so
+for `nn.Linear` only. The head is tied to the embedding. `recipes/shakespeare_char.py --dry_run`
+prepares the data.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpt2_accel import GPT, GPTConfig, cli
+
+# isort: split
 from torch import nn
 
-from gpt2_accel import GPT, cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.hf.convert import configured_shape
 from gpt2_accel.train import train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RESET = {"gpt2": (), "pytorch": (nn.Linear, nn.Embedding), "linear": (nn.Linear,)}
+# The modules that get PyTorch's initial weights.
+RESET: dict[str, tuple[type[nn.Linear | nn.Embedding], ...]] = {
+    "gpt2": (),
+    "pytorch": (nn.Linear, nn.Embedding),
+    "linear": (nn.Linear,),
+}
 
 
 @dataclass
@@ -36,12 +42,12 @@ class Initialization(TrainConfig):
 
 
 def new_model(config: Initialization, tokenizer: "PreTrainedTokenizerBase") -> GPT:
-    """Returns a new model with the weights that `config.initialization` names."""
-    model = configured_shape(config, len(tokenizer)).build()
+    """Returns a new model with the initial weights that `config.initialization` names."""
+    model = GPT(GPTConfig.from_settings(config, len(tokenizer)))
     for module in model.modules():
         if isinstance(module, RESET[config.initialization]):
             module.reset_parameters()
-    model.wte.weight.data[model.config.vocab_size :] = 0  # the padding
+    model.wte.weight.data[model.config.vocab_size :] = 0  # the padding rows
     return model
 
 
