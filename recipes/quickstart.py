@@ -164,7 +164,7 @@ def main() -> None:
         except FileNotFoundError as error:
             if config.data_dir != Quickstart.data_dir:
                 raise FileNotFoundError(
-                    f"{error}; or leave out --data_dir to train on Python's standard library"
+                    f"{error}; or leave out --data_dir for Python's standard library"
                 ) from error
             prepare_corpus(config)
     if config.weight_decay is None:

@@ -128,3 +128,18 @@ def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
     assert tokenizing == ""
     assert training == "torch accelerate"
     assert last.startswith("{'x/mine': 1.0} ") and "evaluate" in last
+
+
+def test_a_recipe_imports_the_package_before_torch():
+    """The package sets how torch's threads wait, which torch reads when it is imported."""
+    recipes = sorted((PACKAGE.parent / "recipes").rglob("*.py"))
+    own = {"gpt2_accel"} | {path.stem for path in recipes}
+    for path in recipes:
+        names = []
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names.append(node.module)
+        roots = [name.partition(".")[0] for name in names]
+        assert next(root for root in roots if root not in sys.stdlib_module_names) in own, path
