@@ -71,6 +71,11 @@ def setup(
     """
     for callback in callbacks:
         check_callback(callback)
+    if not callable(objective):
+        raise ValueError(
+            f"the objective is {objective!r}: give a function of the model and a batch that "
+            "returns the loss"
+        )
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
@@ -104,6 +109,10 @@ def setup(
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
     new_optimizer = (optimizer or default_optimizer)(plain, config)
+    if not isinstance(new_optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"the optimizer function returns {new_optimizer!r}: return a torch.optim.Optimizer"
+        )
     prepared, prepared_optimizer = prepare_model(accelerator, plain, new_optimizer)
     measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:

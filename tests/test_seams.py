@@ -392,6 +392,18 @@ def test_a_callback_of_transformers_is_refused(data_dir, tmp_path):
         go(tiny_config(data_dir, tmp_path / "run"), callbacks=[Theirs()])
 
 
+@pytest.mark.parametrize(
+    ("seam", "words"),
+    [
+        ({"objective": 3}, "the objective is 3: give a function"),
+        ({"optimizer": lambda model, config: None}, "the optimizer function returns None"),
+    ],
+)
+def test_a_seam_of_the_wrong_type_is_refused(seam, words, data_dir, tmp_path):
+    with refused(words):
+        go(tiny_config(data_dir, tmp_path / "run"), **seam)
+
+
 def test_figures_that_have_no_mean_are_refused(tiny):
     def objective(model, batch):
         return model(batch.input_ids, batch.targets), {"loss": 1.0}
