@@ -36,7 +36,7 @@ from gpt2_accel.tokenizer import train_bpe
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
 
-from python_conversations import documented, talks
+from python_conversations import conversations, documented
 
 QUICKSTART = {"n_positions": 128, "n_layer": 2, "n_head": 2, "n_embd": 128}
 SMOLLM2 = {
@@ -95,7 +95,7 @@ def write_rows(folder: Path) -> list[str]:
     """Writes the files of conversations and pairs about Python's library; returns the texts of all messages."""
     draw = random.Random(0)
     asked = [(f"What does {name} do?", answer) for name, (answer, _) in documented().items()]
-    chats = [row for _ in range(REPEATS) for row in talks(asked, draw)]
+    chats = [row for _ in range(REPEATS) for row in conversations(asked, draw)]
     pairs = []
     for question, answer in asked[:PAIRS]:
         other = draw.choice(asked)[1]
