@@ -14,9 +14,8 @@ Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins a
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from chat_sft import ChatSFT, closing_line, find_model, fit_to_data, prepare_file
+from chat_sft import ChatSFT, closing_line, fit_to_data, open_data
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, derived, parse_config, setting
@@ -80,19 +79,12 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
 def main() -> None:
     config = parse_config(ChatDPO)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.checkpoint.find import verified_directory
-    from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.preferences import Preferences
-    from gpt2_accel.runtime.processes import main_process_first, process_state
+    from gpt2_accel.runtime.processes import process_state
     from gpt2_accel.train import train
 
-    with main_process_first():
-        if config.data:
-            prepare_file(config, Path(config.data), config.max_length, pairs=True)
-            config.data = None  # config.yaml names the prepared folder
-        model = find_model(config, pairs=True)
-        check_pairs(config.data_dir, wanted=True)
-        reference = local_directory(verified_directory(model))
+    reference = open_data(config, config.max_length, pairs=True)
+    check_pairs(config.data_dir, wanted=True)
     objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type)
     process_state().print(fit_to_pairs(config, process_state().num_processes))
     if train(config, objective=objective, callbacks=[objective]):

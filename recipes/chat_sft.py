@@ -77,9 +77,7 @@ class ChatSFT(TrainConfig):
         self.init_from = self.init_from or self.model
 
 
-def prepare_file(
-    config: ChatSFT, file: Path, longest: int | None = None, pairs: bool = False
-) -> None:
+def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) -> None:
     """Packs the conversations of `file` into windows, in a folder inside the run's, and sets
     `data_dir` to it. With `pairs` the file holds pairs of answers.
 
@@ -147,7 +145,7 @@ def prepare_command(pairs: bool) -> str:
     return recipe_command("prepare_data", "chat", *options)
 
 
-def find_model(config: ChatSFT, pairs: bool = False) -> str:
+def find_model(config: ChatSFT, pairs: bool) -> str:
     """Returns the model to fine-tune: `init_from`, which it sets to the model of the prepared data
     if it is not given. `pairs` says whether the data should hold pairs of answers.
 
@@ -176,6 +174,21 @@ def find_model(config: ChatSFT, pairs: bool = False) -> str:
             )
         config.init_from = name
     return config.init_from
+
+
+def open_data(config: ChatSFT, longest: int | None, pairs: bool = False) -> Path:
+    """Prepares the file of `--data`, if it is given, and returns the directory of the model to
+    fine-tune. All ranks call it. The arguments and errors are those of `prepare_file` and
+    `find_model`."""
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.hf.convert import local_directory
+    from gpt2_accel.runtime.processes import main_process_first
+
+    with main_process_first():
+        if config.data:
+            prepare_file(config, Path(config.data), longest, pairs)
+            config.data = None  # config.yaml names the prepared folder
+        return local_directory(verified_directory(find_model(config, pairs)))
 
 
 def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
@@ -236,17 +249,11 @@ def closing_line(config: ChatSFT) -> str:
 def main() -> None:
     config = parse_config(ChatSFT)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.checkpoint.find import verified_directory
-    from gpt2_accel.hf.convert import local_directory, read_config
-    from gpt2_accel.runtime.processes import main_process_first, process_state
+    from gpt2_accel.hf.convert import read_config
+    from gpt2_accel.runtime.processes import process_state
     from gpt2_accel.train import train
 
-    with main_process_first():
-        if config.data:
-            prepare_file(config, Path(config.data), config.sequence_length)
-            config.data = None  # config.yaml names the prepared folder
-        model = find_model(config)
-        width = read_config(local_directory(verified_directory(model))).n_embd
+    width = read_config(open_data(config, config.sequence_length)).n_embd
     process_state().print(fit_to_data(config, width, process_state().num_processes))
     if train(config):
         process_state().print(closing_line(config))

@@ -2,11 +2,11 @@
 
     python recipes/compare.py recipes/studies/learning_rate.yaml
 
-The file names a recipe, the variants' settings, a budget of tokens or FLOPs, and the number of
-seeds; docs/studies.md describes it. One run per GPU, or per CPU core, trains at a time, in a folder
-of its own in `runs/<name of the file>`; the same command continues what was stopped or killed.
-`--dry_run true` prints the runs and their FLOPs. `runs.csv` there lists the recorded runs. Prints a
-table with verdicts and writes it to `study.md`.
+The file names a recipe, the settings of each variant, a budget of tokens or FLOPs, and the number
+of seeds; docs/studies.md describes it. One run trains at a time on each GPU, or on each CPU core.
+Each run has a folder in `runs/<name of the file>`; `runs.csv` there lists the finished runs. After
+an interruption, the same command continues the study. `--dry_run` prints the runs and their FLOPs.
+The recipe prints a table with a verdict for each variant, and writes it to `study.md`.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Compare(StudyOptions):
 def main() -> None:
     words = sys.argv[1:]
     if words and not words[0].startswith("-"):
-        words.insert(0, "--study")
+        words.insert(0, "--study")  # the file may be given without its option
     config = parse_config(Compare, words)
     path = Path(config.study)
     queue = config.queue(f"runs/{path.stem}")

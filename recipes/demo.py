@@ -1,11 +1,10 @@
-"""Serve a web page to try a checkpoint: a chat, or for a base model the continuation of a text.
+"""Serve a web page to try a model: a chat, or for a base model the continuation of a text.
 
     pip install 'gradio>=6.0'
     python recipes/demo.py --model runs/quickstart
 
-The page is at http://127.0.0.1:7860; a second one, started beside it, at the next port. `--host
-0.0.0.0` opens it to the network and `--share true` gives it a public address for a week. Visitors
-take turns.
+The page is at http://127.0.0.1:7860, or at the next free port. `--host 0.0.0.0` opens it to the
+network, and `--share` gives it a public address for a week. Visitors take turns.
 """
 
 import socket
@@ -17,17 +16,17 @@ from gpt2_accel.generation.sampling import load
 from gpt2_accel.runtime.files import sentence
 
 MAX_WAITING = 32  # visitors
-LOCAL = ("127.0.0.1", "localhost")
+LOCAL = ["127.0.0.1", "localhost"]
 
 
 @dataclass
 class Demo(ModelChoice):
-    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0 for the whole network")
-    port: int | None = setting(None, "default: the first free one from 7860")
-    names: list[str] = setting([], "further names of the page, for instance behind a proxy")
-    share: bool = setting(False, "also give the page a public address, through Gradio's servers")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for the whole network")
+    port: int | None = setting(None, "port to listen on; default the first free one from 7860")
+    names: list[str] = setting([], "more host names of the page, for instance behind a proxy")
+    share: bool = setting(False, "also give the page a public address, on Gradio's servers")
     examples: list[str] = setting([], "prompts to click on")
-    dtype: str = setting("float32", "of the weights: 'float32' or 'bfloat16'")
+    dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
 
     def __post_init__(self) -> None:
         if ":" in self.host:
@@ -39,20 +38,22 @@ class Demo(ModelChoice):
 def check_address(host: str, port: int | None) -> None:
     """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used
     there or, as Gradio needs, on localhost."""
-    no_host = f"{host} is not an address of this machine: give --host one that is"
+    no_host = f"{host} is not an address of this machine: give another --host"
     no_port = f"port {port} cannot be used: give another --port, or leave it out"
-    for name, number, problem in (
-        (host, 0, no_host),
-        (host, port or 0, no_port),
-        ("127.0.0.1", port or 0, no_port),
-    ):
-        try:
-            family, _, _, _, address = socket.getaddrinfo(
-                name.strip("[]"), number, type=socket.SOCK_STREAM
-            )[0]
-            socket.create_server(address, family=family).close()
-        except OSError as error:
-            raise ValueError(f"{problem} ({sentence(error)})") from error
+    check_listening(host, 0, no_host)
+    check_listening(host, port or 0, no_port)
+    check_listening("127.0.0.1", port or 0, no_port)
+
+
+def check_listening(host: str, port: int, problem: str) -> None:
+    """Raises `ValueError` with the sentence `problem` if a server cannot listen on the port; 0 is
+    any port."""
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        raise ValueError(f"{problem} ({sentence(error)})") from error
 
 
 def main() -> None:
@@ -72,8 +73,8 @@ def main() -> None:
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
     page = new_page(config.model, model, tokenizer, config.examples)
     names = ["*"]
-    if config.host in LOCAL:  # no other site's name leads here (DNS rebinding)
-        names = [*LOCAL, "*.gradio.live", *config.names]
+    if config.host in LOCAL:  # refuses other names, against DNS rebinding
+        names = LOCAL + ["*.gradio.live"] + config.names
     guard = Middleware(TrustedHostMiddleware, allowed_hosts=names)
     page.queue(max_size=MAX_WAITING, api_open=False).launch(
         server_name=config.host,
@@ -81,11 +82,11 @@ def main() -> None:
         share=config.share,
         app_kwargs={"middleware": [guard]},
         max_file_size=1,
-        ssr_mode=False,  # Gradio's Node server would answer in front of the middleware
+        ssr_mode=False,  # Gradio's Node server would answer before the middleware
         footer_links=[],
         css=pages.CSS,
         js=pages.JS,
-        # Fonts of the visitor's system: the page loads nothing from other hosts.
+        # System fonts: the page loads nothing from other hosts.
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
     )
 

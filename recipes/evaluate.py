@@ -16,7 +16,6 @@ takes a text file. lm-evaluation-harness has other tasks: its `lm_eval` reads th
 
 import hashlib
 import math
-import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -87,11 +86,9 @@ class Evaluate:
         self.splits = [name for name in names if name in SPLITS]
         for name in names:
             if name not in TASKS + SPLITS:
-                arguments = shlex.quote(f"pretrained={self.model[0]},dtype=float32")
                 raise ValueError(
-                    f"--tasks {name}: the tasks are {', '.join(TASKS + SPLITS)}; "
-                    "lm-evaluation-harness has others: pip install 'lm-eval>=0.4.9', and lm_eval "
-                    f"--model hf --model_args {arguments} --tasks {shlex.quote(name)}"
+                    f"--tasks {name}: the tasks are {', '.join(TASKS + SPLITS)}; for other tasks "
+                    "use lm_eval, see docs/evaluation.md"
                 )
         if self.splits and not self.data_dir:
             raise ValueError(
@@ -192,7 +189,8 @@ def output_file(config: Evaluate, name: str) -> Path | None:
 
 
 def table(entries: dict[str, dict]) -> str:
-    """Returns the results as a table: a row per metric for one model, a row per model for several."""
+    """Returns a Markdown table of the results of each model: a row per metric for one model, a row
+    per model for several."""
     cells = result_rows([entry["results"] for entry in entries.values()])
     counts = [f"{entry['parameters']:,}" for entry in entries.values()]
     cells = {"parameters": counts} | cells

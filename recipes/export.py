@@ -1,8 +1,9 @@
-"""Export the mean of a run's last checkpoints as a Hugging Face model directory, which every recipe takes.
+"""Export the mean of the last checkpoints of a run as a Hugging Face model directory.
 
     python recipes/export.py --model runs/quickstart --average 2 --output runs/average
 
-It may have a lower validation loss than the last checkpoint. For GGUF and ONNX see docs/hub.md.
+The mean may have a lower validation loss than the last checkpoint. Every recipe reads the
+directory. For GGUF and ONNX see docs/hub.md.
 """
 
 from dataclasses import dataclass
@@ -18,30 +19,30 @@ from gpt2_accel.tools.average import average
 
 @dataclass
 class Export:
-    model: str = required("run's folder")
-    average: int = required("number of the last checkpoints whose mean is written")
+    model: str = required("folder of the run")
+    average: int = required("number of checkpoints to average, the last ones")
     output: str = required("folder to write")
-    verify: bool = setting(True, "compare the checkpoints' files with their checksums first")
+    verify: bool = setting(True, "compare the files of the checkpoints with their checksums first")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="average")
         if Path(self.output).exists():
             raise FileExistsError(
-                f"{self.output} exists already, and an export does not overwrite it: choose another --output"
+                f"{self.output} exists already, and an export does not overwrite it: choose "
+                "another --output"
             )
 
 
 def main() -> None:
     config = parse_config(Export)
-    found = list_checkpoints(config.model)
-    if not found:
+    checkpoints = list_checkpoints(config.model)[-config.average :]
+    if not checkpoints:
         raise FileNotFoundError(f"{config.model} holds no checkpoints: give the folder of a run")
-    if len(found) < config.average:
+    if len(checkpoints) < config.average:
         raise ValueError(
-            f"--average {config.average} needs {config.average} checkpoints, {len(found)} are there: train with "
-            f"--keep_last {config.average}"
+            f"--average {config.average} needs {config.average} checkpoints, and the run has "
+            f"{len(checkpoints)}: train with --keep_last {config.average}"
         )
-    checkpoints = found[-config.average :]
     for path in checkpoints:
         verified_directory(path, config.verify)
     save_pretrained(average(checkpoints), config.output, load_tokenizer(checkpoints[-1]))

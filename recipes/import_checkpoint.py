@@ -1,9 +1,10 @@
 """Convert a checkpoint of nanoGPT or build-nanogpt to a Hugging Face model directory.
 
     python recipes/import_checkpoint.py --input out/ckpt.pt --output_dir models/mine
-    python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt --output_dir models/chars --tokenizer none
+    python recipes/import_checkpoint.py --input out-shakespeare-char/ckpt.pt \\
+        --output_dir models/chars --tokenizer none
 
-The directory must be new or empty. transformers, `sample.py` and `--init_from` of any training
+The directory must be new or empty. transformers, `sample.py` and `--init_from` of every training
 recipe load it.
 """
 
@@ -18,7 +19,7 @@ from gpt2_accel.tools.importers import read_checkpoint
 
 @dataclass
 class ImportCheckpoint:
-    input: str = required("checkpoint: a .pt of nanoGPT or build-nanogpt")
+    input: str = required("checkpoint, a .pt file of nanoGPT or build-nanogpt")
     output_dir: str = required("model directory to write")
     tokenizer: str = setting("gpt2", "gpt2, none, or an HF directory")
 

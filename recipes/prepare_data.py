@@ -39,7 +39,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_accel import cli
 from gpt2_accel.data.conversations import (
@@ -85,7 +85,7 @@ BPE_SIZE = 4096  # default vocabulary size of a trained BPE
 BPE_CHUNKS = 100_000  # chunks of text on which a BPE is trained, at most
 
 # Command -> its data set on the Hub.
-DATASETS: dict[str, dict[str, Any]] = {
+DATASETS = {
     "fineweb-edu": {"source": "HuggingFaceFW/fineweb-edu", "config": "sample-10BT"},
     "openwebtext": {
         "source": "Skylion007/openwebtext",
@@ -122,42 +122,38 @@ def weighted(text: str) -> tuple[str, float]:
         ) from error
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "data_dir": {"help": "folder of the shards"},
-    "verify": {"action": "store_true", "help": "check the checksums of all shards"},
-    "workers": {"type": positive, "default": usable_cpus(), "help": "threads; default all cores"},
-    "shard_tokens": {
-        "type": positive,
-        "default": SHARD_TOKENS,
-        "help": "approximate number of tokens per shard; default 100 million",
-    },
-    "tokenizer": {"default": "gpt2", "help": f"{TOKENIZERS}; default gpt2"},
-    "vocab_size": {"type": positive, "help": f"of a trained bpe; default {BPE_SIZE}"},
-    "column": {"default": "text", "help": "column or field with the text; default text"},
-    "input": {"help": "text file; default tiny Shakespeare, downloaded"},
-    "pattern": {"help": "pattern of the files in a folder, such as '*.py'"},
-    "config": {"help": "configuration of the data set"},
-    "split": {"help": "split of the data set; default train"},
-    "revision": {"help": "branch, tag or commit"},
-    "data_files": {"help": "pattern of the files in the data set"},
-    "model": {"required": True, "help": "model to fine-tune: HF directory or Hub id"},
-    "sequence_length": {
-        "type": positive,
-        "required": True,
-        "help": "tokens per window, at most the model's positions",
-    },
-    "chatml": {"action": "store_true", "help": "ChatML instead of the model's chat template"},
-    "public": {"action": "store_true", "help": "make the data set public if it is new"},
-    "cut": {
-        "action": "store_true",
-        "help": "cut conversations that are longer than a window, instead of leaving them out",
-    },
-    "pairs": {
-        "action": "store_true",
-        "help": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected; each "
-        "answer with its prompt has at most --sequence_length tokens",
-    },
+HELP = {
+    "data_dir": "folder of the shards",
+    "verify": "check the checksums of all shards",
+    "workers": "threads; default all cores",
+    "shard_tokens": "approximate number of tokens per shard; default 100 million",
+    "tokenizer": f"{TOKENIZERS}; default gpt2",
+    "vocab_size": f"of a trained bpe; default {BPE_SIZE}",
+    "column": "column or field with the text; default text",
+    "input": "text file; default tiny Shakespeare, downloaded",
+    "pattern": "pattern of the files in a folder, such as '*.py'",
+    "config": "configuration of the data set",
+    "split": "split of the data set; default train",
+    "revision": "branch, tag or commit",
+    "data_files": "pattern of the files in the data set",
+    "model": "model to fine-tune: HF directory or Hub id",
+    "sequence_length": "tokens per window, at most the model's positions",
+    "chatml": "ChatML instead of the model's chat template",
+    "public": "make the data set public if it is new",
+    "cut": "cut conversations that are longer than a window, instead of leaving them out",
+    "pairs": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected; each answer "
+    "with its prompt has at most --sequence_length tokens",
 }
+SWITCHES = ("verify", "chatml", "public", "cut", "pairs")
+POSITIVE = ("workers", "shard_tokens", "vocab_size", "sequence_length")
+REQUIRED = ("model", "sequence_length")
+DEFAULTS = {
+    "workers": usable_cpus(),
+    "shard_tokens": SHARD_TOKENS,
+    "tokenizer": "gpt2",
+    "column": "text",
+}
+# The options of every command, of those that tokenize text, of data sets on the Hub, and of chat.
 ALWAYS = ("data_dir", "verify")
 CORPUS = ("workers", "shard_tokens", "tokenizer", "vocab_size", "column")
 HUB_PART = ("config", "split", "revision", "data_files")
@@ -186,24 +182,38 @@ COMMANDS = {
 }
 
 
+def add_options(
+    parser: argparse.ArgumentParser, names: Sequence[str], default: str | None = None
+) -> None:
+    """Adds the named options of `HELP` to a parser."""
+    for name in names:
+        if name in SWITCHES:
+            parser.add_argument(
+                f"--{name}", action="store_true", default=default or False, help=HELP[name]
+            )
+        else:
+            parser.add_argument(
+                f"--{name}",
+                type=positive if name in POSITIVE else str,
+                required=name in REQUIRED,
+                default=default,
+                help=HELP[name],
+            )
+
+
 def parse_options() -> argparse.Namespace:
     """Parses the command line. `--data_dir` and `--verify` may precede or follow the command."""
-
-    def add(to: argparse.ArgumentParser, names: Sequence[str], **more: Any) -> None:
-        for name in names:
-            to.add_argument(f"--{name}", **OPTIONS[name], **more)
-
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add(parser, ALWAYS)
+    add_options(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
     for name, (options, source, nargs) in COMMANDS.items():
         command = commands.add_parser(name, description=CHAT if name == "chat" else None)
         if source:
             convert = weighted if name == "mix" else str
             command.add_argument("source", metavar=source, nargs=nargs, type=convert)
-        add(command, options)
-        add(command, ALWAYS, default=argparse.SUPPRESS)
-        command.set_defaults(**DATASETS.get(name, {}))
+        add_options(command, options)
+        add_options(command, ALWAYS, default=argparse.SUPPRESS)  # keeps those before the command
+        command.set_defaults(**DEFAULTS | DATASETS.get(name, {}))
     try:
         found = parser.parse_args()
     except ValueError as error:
@@ -222,12 +232,8 @@ def parse_options() -> argparse.Namespace:
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
     """Returns the given options that choose a part of a data set."""
-    given = {}
-    for name in HUB_PART:
-        value = getattr(options, name)
-        if value:
-            given[name] = value
-    return given
+    values = vars(options)
+    return {name: values[name] for name in HUB_PART if values[name]}
 
 
 def build_tokenizer(name: str, vocab_size: int | None) -> "PreTrainedTokenizerBase | None":

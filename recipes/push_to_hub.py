@@ -3,8 +3,8 @@
     hf auth login
     python recipes/push_to_hub.py --model runs/quickstart --repo_id USER/NAME
 
-`--model` is a run's folder, a checkpoint, or the directory of any causal language model. Everyone
-with access to the repository can then load the model: `pipeline("text-generation",
+`--model` is the folder of a run, a checkpoint, or the directory of any causal language model.
+Everyone with access to the repository can load the model: `pipeline("text-generation",
 model="USER/NAME")`.
 """
 
@@ -22,10 +22,10 @@ from gpt2_accel.hf.safetensors_files import weight_files
 
 @dataclass
 class PushToHub:
-    model: str = required("run's folder, checkpoint or HF model directory")
+    model: str = required("run folder, checkpoint or HF model directory")
     repo_id: str = required("repository, USER/NAME")
     private: bool = setting(True, "make the repository private if it is new")
-    verify: bool = setting(True, "compare the model's files with their checksums first")
+    verify: bool = setting(True, "compare the files of the model with their checksums first")
 
     def __post_init__(self) -> None:
         check_push(self.repo_id)
@@ -34,9 +34,8 @@ class PushToHub:
 def main() -> None:
     config = parse_config(PushToHub)
     directory = Path(verified_directory(config.model, config.verify))
-    # These raise an error if the model is another or incomplete.
-    read_config(directory)
-    weight_files(directory)
+    read_config(directory)  # raises for a model that is not supported
+    weight_files(directory)  # raises if files are missing
     draw_loss(config.model, directory / PICTURE)
     url = push_model(directory, config.repo_id, private=config.private)
     print(f"The model is at {url}.")

@@ -109,7 +109,7 @@ def prepare_corpus(config: Quickstart) -> None:
 
 
 def decay_for(config: Quickstart) -> float:
-    """Returns the weight decay: 1.6 for little text that is read often, else 0.3. A run that resumes
+    """Returns the weight decay: 1.6 for little text that is read often, else 0.3; a resumed run
     keeps its own. All ranks call it."""
     from gpt2_accel.checkpoint.find import find_checkpoint, read_state
     from gpt2_accel.hf.convert import configured_shape

@@ -1,10 +1,10 @@
-"""Draw a report of one or several runs: one HTML file that needs no network, and PNGs.
+"""Draw a report of one or several runs: one HTML file that works offline, and PNGs.
 
     python recipes/report.py runs/quickstart
     python recipes/report.py runs/a runs/b --output_dir compared
 
-It shows curves over tokens, time and FLOPs, evaluations, samples and settings. Running and killed
-runs are drawn up to their last line. Needs matplotlib: pip install 'matplotlib>=3.9'.
+The report shows curves over tokens, time and FLOPs, evaluations, samples and settings. It also
+works for runs that are not finished. Needs matplotlib: pip install 'matplotlib>=3.9'.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14
 
-For each budget in FLOPs, sizes of one architecture train with as many tokens as the budget pays
-for; docs/scaling.md describes it. One run per GPU, or per CPU core, trains at a time; the same
-command continues what was killed. `--dry_run true` prints the runs and their FLOPs first. Writes
-into runs/scaling_laws: `runs.csv` records the runs, and a run in it is done; `law.json` is the law;
-`scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
+For each budget in FLOPs, models of several sizes train on as many tokens as the budget allows;
+docs/scaling.md describes the method. One run trains at a time on each GPU, or on each CPU core.
+After an interruption, the same command continues. `--dry_run` prints the runs and their FLOPs. The
+recipe writes into runs/scaling_laws: `runs.csv` lists the finished runs, `law.json` has the law,
+and `scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
 """
 
 import sys
@@ -30,27 +30,30 @@ class ScalingLaws(StudyOptions):
     data_dir: str = required("folder of token shards that `prepare_data` wrote")
     budgets: list[float] = required("FLOPs of a run, several numbers")
     architecture: str = setting("gpt2", f"one of {', '.join(ARCHITECTURES)}")
-    sizes: int = setting(SIZES, "sizes of each budget, around 20 tokens per parameter")
+    sizes: int = setting(SIZES, "model sizes per budget, around 20 tokens per parameter")
     n_positions: int = setting(128, "tokens per sequence")
     learning_rate: float = setting(
-        LEARNING_RATE, "Muon's peak rate for a width of 64 and 2,048 tokens per update"
+        LEARNING_RATE, "peak rate of Muon for a width of 64 and 2,048 tokens per update"
     )
     eval_tokens: int = setting(262_144, "validation tokens of the last evaluation, at most")
-    max_epochs: float = setting(MAX_EPOCHS, "times that a run may read the data")
+    max_epochs: float = setting(MAX_EPOCHS, "passes over the data in a run, at most")
     target_flops: float | None = setting(
-        None, "FLOPs of a run: its best size, its loss and its command"
+        None, "FLOPs of a larger run, to predict its best size and loss"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above_zero = "learning_rate max_epochs target_flops"
-        check_ranges(self, positive="sizes n_positions eval_tokens", above_zero=above_zero)
+        check_ranges(
+            self,
+            positive="sizes n_positions eval_tokens",
+            above_zero="learning_rate max_epochs target_flops",
+        )
         if not all(0 < budget < float("inf") for budget in self.budgets):
             raise ValueError(f"budgets must be above 0, got {self.budgets}")
         self.budgets = sorted(set(self.budgets))
 
     def grid(self, queue: Queue) -> Grid:
-        """Returns the grid of runs that a queue trains."""
+        """Returns the grid of runs. Raises `ValueError` if there is no validation data."""
         if "val" not in read_manifest(self.data_dir)["splits"]:
             raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
         names = ("data_dir", "architecture", "n_positions", "eval_tokens")

@@ -4,15 +4,15 @@
     python recipes/speed_ladder.py --micro_batch_size 4                  # a GPU of 16 GB
     python recipes/speed_ladder.py --size tiny --sequence_length 32      # a trial, one minute
 
-The ladder has sixteen steps, from a textbook GPT-2 in fp32, eager, to the toolkit's own settings.
-Each step keeps the optimizations before it and is measured in its own process on random tokens:
-forward, backward, gradient clipping to 1, update. Steps that the device does not support or has no
-memory for are marked, and a micro-batch that does not fit is not kept. The default is 16 x 1024
-tokens on a GPU and 2 x 512 on a CPU (about ten minutes on 2 idle cores).
+The ladder has sixteen steps, from a textbook GPT-2 in fp32, eager, to the settings of this toolkit.
+Each step keeps the optimizations before it. A process of its own measures it on random tokens:
+forward, backward, gradient clipping to 1, update. The table marks steps that the device does not
+support or that need too much memory; a micro-batch that does not fit is not kept. The default is
+16 x 1024 tokens on a GPU and 2 x 512 on a CPU (about ten minutes on 2 idle cores).
 
-Prints a table: tokens/s, peak memory, the speedup over the previous step, and the A100 figures that
-LLMs-from-scratch and build-nanogpt have published. `--output_dir` gets the figures as
-`cpu/ladder.json` or `cuda/ladder.json`.
+The recipe prints a table of tokens/s, peak memory, the speedup over the previous step, and the A100
+results that LLMs-from-scratch and build-nanogpt have published. It writes the results into
+`--output_dir`, as `cpu/ladder.json` or `cuda/ladder.json`.
 """
 
 import os
@@ -32,11 +32,13 @@ from table import table
 
 @dataclass
 class SpeedLadder:
-    output_dir: str = setting("runs/speed_ladder", "folder of the figures")
-    size: str = setting("gpt2", f"one of {', '.join(LADDER_SIZES)}")
-    micro_batch_size: int | None = setting(None, "sequences; default 16, on a CPU 2")
-    sequence_length: int | None = setting(None, "tokens per sequence; default 1024, on a CPU 512")
-    steps: int | None = setting(None, "measured updates per step; default 20, on a CPU 3")
+    output_dir: str = setting("runs/speed_ladder", "folder of the results")
+    size: str = setting("gpt2", f"model size, one of {', '.join(LADDER_SIZES)}")
+    micro_batch_size: int | None = setting(None, "sequences; default 16, or 2 on a CPU")
+    sequence_length: int | None = setting(
+        None, "tokens per sequence; default 1024, or 512 on a CPU"
+    )
+    steps: int | None = setting(None, "updates to measure per step; default 20, or 3 on a CPU")
 
     def __post_init__(self) -> None:
         if self.size not in LADDER_SIZES:

@@ -19,7 +19,7 @@ card of the final model names it. Settings, from `base_train.py` of karpathy/nan
   have the same rate;
 - weight decay 0.1 x sqrt(B / 2^19) x D at depth 12 / D, which keeps the time scale of the decay at
   the same share of a run (Wang and Aitchison, 2024, arXiv:2405.13698). 0.1 was not searched;
-- 40 updates of warmup, then a constant rate, then a linear decay to 5% over the last 65% of the run.
+- 40 updates of warmup, a constant rate, and over the last 65% of the run a linear decay to 5%.
 
 Time on 8 H100s at 45% of 989 TFLOP/s, and its price at 24 dollars an hour:
 
@@ -95,7 +95,7 @@ def width_of(depth: int) -> int:
 
 
 def tokens_of(depth: int, vocab_size: int) -> int:
-    """Returns the training tokens of a depth: 12 per weight of the blocks' matrices and the head."""
+    """Returns the training tokens: 12 per weight of the blocks' matrices and of the head."""
     width = width_of(depth)
     return TOKENS_PER_WEIGHT * (12 * depth * width**2 + vocab_size * width)
 
