@@ -77,7 +77,7 @@ def main() -> None:
     ]
     ours, theirs = seconds.values()
     rows[1]["speed_up"] = ratios(theirs, ours)
-    title = f"tiny Shakespeare to a loss of {GOAL:.2f}, the whole process, {options.rounds} rounds"
+    title = f"tiny Shakespeare to a loss of {GOAL:.2f}, end to end, {options.rounds} rounds"
     write_result("shakespeare", {"title": title, "rows": rows}, options.results)
 
 
