@@ -1,7 +1,7 @@
 """Reads a run's folder: its checkpoints, the newest weights, the checkpoint to resume, its status.
 
-A checkpoint's manifest has size and SHA-256 of each of its files, a final model's those of its
-weights, `config.json` and `tokenizer.json`.
+A manifest has the size and SHA-256 of files: all files of a checkpoint, or the weights,
+`config.json` and `tokenizer.json` of a final model.
 """
 
 import os
@@ -18,7 +18,7 @@ from gpt2_accel.runtime.options import load_saved
 
 STATE = "training_state"
 CHECKPOINT_MANIFEST = f"{STATE}/manifest.json"
-SILENCE = timedelta(minutes=3)  # a running run without a heartbeat for this long was killed
+SILENCE = timedelta(minutes=3)  # without a heartbeat, after which a running run counts as killed
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
@@ -33,20 +33,21 @@ def find_checkpoint(
 ) -> Path | None:
     """Returns the checkpoint that `resume_from` names; None for a new run.
 
-    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported through `print_line`. A
-    Hub id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
+    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported
+    through `print_line`. A Hub id names the checkpoint that a run with `--hub_strategy checkpoint`
+    pushed.
 
-    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of release 0.1 or if
-    `latest` finds only damaged ones, and `FileExistsError` if the run would overwrite checkpoints of another run or a
-    model.
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of
+    release 0.1 or if `latest` finds only damaged ones, and `FileExistsError` if the run would
+    overwrite a model or another run's checkpoints.
     """
     run_dir = Path(run_dir)
     checkpoints = list_checkpoints(run_dir)
     newest = checkpoints[-1] if checkpoints else None
     if newest is None and any(run_dir.glob("model*.safetensors")):
         raise FileExistsError(
-            f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the model: "
-            "choose another --output_dir"
+            f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the "
+            "model: choose another --output_dir"
         )
     if resume_from == "latest":
         path = newest_intact(checkpoints, print_line)
@@ -54,7 +55,7 @@ def find_checkpoint(
         path = None if resume_from is None else named_checkpoint(resume_from)
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
             raise FileExistsError(
-                f"{run_dir} holds {newest.name} of an earlier run, which this one would overwrite: "
+                f"{run_dir} holds {newest.name} of another run, and this run would overwrite it: "
                 "continue it with --resume_from latest, or choose another --output_dir"
             )
     if path is not None:
@@ -63,7 +64,10 @@ def find_checkpoint(
 
 
 def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) -> Path | None:
-    """Returns the newest undamaged checkpoint; None if there are no checkpoints. Raises `ValueError` if all are damaged."""
+    """Returns the newest undamaged checkpoint; None if there are no checkpoints.
+
+    Raises `ValueError` if all are damaged.
+    """
     for path in reversed(checkpoints):
         problem = find_corruption(path)
         if problem is None:
@@ -71,7 +75,8 @@ def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) ->
         print_line(f"{path} is skipped: {problem}")
     if checkpoints:
         raise ValueError(
-            f"all checkpoints in {checkpoints[0].parent} are damaged: choose another --output_dir to start afresh"
+            f"all checkpoints in {checkpoints[0].parent} are damaged: choose another --output_dir "
+            "for a new run"
         )
     return None
 
@@ -86,8 +91,9 @@ def named_checkpoint(name: str) -> Path:
         path = hub.download(name, [f"{hub.LAST_CHECKPOINT}/*"]) / hub.LAST_CHECKPOINT
     if not (path / STATE / "state.json").is_file():
         raise FileNotFoundError(
-            f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that a run with "
-            "--hub_strategy checkpoint pushed to, or a folder such as RUN/checkpoint-1000"
+            f"--resume_from {name} is not a checkpoint of this toolkit: give latest, a Hub id that "
+            "a run with --hub_strategy checkpoint pushed to, or a folder such as "
+            "RUN/checkpoint-1000"
         )
     problem = find_corruption(path)
     if problem is not None:
@@ -96,10 +102,13 @@ def named_checkpoint(name: str) -> Path:
 
 
 def model_directory(name: str | Path) -> str | Path:
-    """Returns the directory of a run's newest weights: its last checkpoint, or the run's folder if the run is finished,
-    or its `status.json` missing, and the folder has the final model. Any other name is returned unchanged."""
+    """Returns the directory of a run's newest weights. Any other name is returned unchanged.
+
+    It is the run's last checkpoint, or the run's folder if that has the final model, and the run is
+    finished or has no `status.json`.
+    """
     checkpoints = list_checkpoints(name)
-    # A finished run that trains on keeps its former model until it is finished again.
+    # A finished run that is continued keeps its old model until it is finished again.
     finished = read_status(Path(name)).get("state", "finished") == "finished"
     if not checkpoints or (finished and (Path(name) / "config.json").exists()):
         return name
@@ -107,8 +116,10 @@ def model_directory(name: str | Path) -> str | Path:
 
 
 def read_status(run_dir: Path) -> dict:
-    """Reads a run's `status.json`; an empty dict if it is missing or damaged. A `running` state without a heartbeat for
-    `SILENCE` becomes `killed`."""
+    """Reads a run's `status.json`; an empty dict if it is missing or damaged.
+
+    A `running` state without a heartbeat for `SILENCE` becomes `killed`.
+    """
     try:
         status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
         silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
@@ -124,12 +135,12 @@ def verified_directory(
     verify: bool = True,
     hint: str = "use another checkpoint, or this one as it is with --verify false",
 ) -> str | Path:
-    """Returns `model_directory(name)` after the first process of a machine has compared the model's
-    files, without those of `training_state/`, with the manifest. A directory without one is not
-    checked, nor is any if `verify` is False.
+    """Returns `model_directory(name)`, after comparing its files with the manifest.
 
-    Raises `ValueError`, with `hint` at its end, if a file does not match. A changed config
-    or tokenizer of a final model is a line on stderr.
+    The first process of a machine compares them, without the files of `training_state/`. Nothing is
+    compared if `verify` is False or the directory has no manifest. Raises `ValueError`, with `hint`
+    at its end, if a file does not match. A changed config or tokenizer of a final model is only
+    reported on stderr.
     """
     directory = model_directory(name)
     path = Path(directory)
@@ -163,7 +174,8 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
 def point_to(link: Path, target: Path) -> None:
     """Atomically makes `link` a symbolic link to `target`, in the same folder.
 
-    The link is optional: does nothing on file systems without symbolic links (buckets, Colab's Drive).
+    Does nothing on file systems without symbolic links, such as buckets and Colab's Drive: the link
+    is optional.
     """
     new = scratch_path(link)
     with suppress(OSError):
@@ -180,7 +192,7 @@ def find_corruption(checkpoint: Path) -> str | None:
 def changed_files(
     folder: Path, manifest: str, model_only: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yields the name of each file that does not match a manifest, and describes the difference.
+    """Yields the name of each file that does not match a manifest, and what differs.
 
     With `model_only` the files of `training_state/` are not checked.
     """
@@ -191,12 +203,13 @@ def changed_files(
         yield manifest, "its manifest is missing or damaged"
         return
     for name, entry in files:
-        if not (model_only and name.startswith(f"{STATE}/")):
-            try:
-                if file_entry(folder / name) != entry:
-                    yield name, f"{name} does not match its checksum in {manifest}"
-            except OSError as error:
-                yield name, f"{name} cannot be read ({error.strerror})"
+        if model_only and name.startswith(f"{STATE}/"):
+            continue
+        try:
+            if file_entry(folder / name) != entry:
+                yield name, f"{name} does not match its checksum in {manifest}"
+        except OSError as error:
+            yield name, f"{name} cannot be read ({error.strerror})"
 
 
 def file_entry(path: Path) -> dict:

@@ -1,8 +1,8 @@
-"""Converts a prepared model, its optimizer and the callbacks to the form of a checkpoint, and back.
+"""Converts the state of a run to the form of a checkpoint, and back.
 
 In training the tensors may be on a GPU, wrapped by DDP or `torch.compile`, or sharded over the
 ranks, and the optimizer numbers its parameters. In a checkpoint they are unsharded, in host memory,
-under the parameters' names.
+under the names of the parameters.
 """
 
 import json
@@ -24,7 +24,8 @@ from gpt2_accel.runtime.device import is_shard, synchronize
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
     """Returns the model without DDP and compilation.
 
-    Its forward stays in mixed precision: Accelerate would remove that from the model in training too, permanently.
+    Its forward stays in mixed precision: Accelerate would remove that permanently, for training
+    too.
     """
     return accelerator.unwrap_model(model, keep_fp32_wrapper=True, keep_torch_compile=False)
 
@@ -32,10 +33,11 @@ def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
 def full_model(
     accelerator: Accelerator, model: torch.nn.Module, empty: LanguageModel, trained: bool = False
 ) -> LanguageModel | None:
-    """Copies the prepared model to host memory on the main process; returns None on the others. `empty` is its `skeleton`.
-    With `trained` only the parameters that are trained are copied, and the others have no memory.
+    """Copies the prepared model to host memory on the main process; returns None on the others.
 
-    All ranks must call it if the model is sharded: the shards are gathered, one tensor at a time.
+    `empty` is its `skeleton`. With `trained` only the parameters that are trained are copied, and
+    the others have no memory. All ranks must call it if the model is sharded: the shards are
+    gathered, one tensor at a time.
     """
     plain = unwrap(accelerator, model)
     state = plain.state_dict(keep_vars=True)
@@ -48,10 +50,11 @@ def full_model(
 def gather_to_host(
     accelerator: Accelerator, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Gathers the tensors, one at a time, into host memory on the main process; returns an empty dict on the others.
+    """Gathers the tensors, one at a time, into host memory on the main process.
 
-    From a GPU it copies into pinned memory, and waits once, at the end. Torch rounds each tensor of pinned memory up to a
-    power of two, and keeps the memory for the next call. If the host has no more of it, the copy is an ordinary one.
+    Returns an empty dict on the others. From a GPU it copies into pinned memory, and waits once, at
+    the end. Torch rounds each tensor of pinned memory up to a power of two, and keeps the memory
+    for the next call. If the host has no pinned memory left, the copy is an ordinary one.
     """
     copies = {}
     for name, tensor in tensors.items():
@@ -72,9 +75,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a full tensor, sharded and on the device as `tensor` is; all ranks must call it if
-    that is sharded. A scalar is not sharded, and a tensor that is sharded already is returned
-    unchanged."""
+    """Returns the tensor `full`, on the device of `tensor` and sharded like it.
+
+    All ranks must call it if `tensor` is sharded. A scalar is not sharded, and a tensor that is
+    sharded already is returned unchanged.
+    """
     if is_shard(full) or not is_shard(tensor) or full.ndim == 0:
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
@@ -87,7 +92,7 @@ States = Mapping[str, Mapping[str, Any]]
 
 
 def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Returns the tensors of named states as `NAME/KEY`, and their other values by name and key."""
+    """Returns the tensors of named states as `NAME/KEY`, and the other values by name and key."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in states.items():
@@ -102,10 +107,13 @@ def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the named states of which a file in `training_state/` has the tensors, if there are
-    some, and `values` the rest. The tensors are on the CPU."""
+    """Returns named states. A file in `training_state/` has their tensors, `values` the rest.
+
+    The tensors are on the CPU. The file is missing if there are none.
+    """
     path = checkpoint / STATE / f"{file}.safetensors"
-    for place, tensor in (load_file(path) if path.exists() else {}).items():
+    tensors = load_file(path) if path.exists() else {}
+    for place, tensor in tensors.items():
         name, _, key = place.partition("/")
         # A memory-mapped tensor would keep the disk space of a removed checkpoint in use.
         values.setdefault(name, {})[key] = tensor.clone()
@@ -148,20 +156,19 @@ def json_copy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrainingState:
-    """What a checkpoint keeps of the optimizer, the fp16 gradient scaler, and the callbacks that
-    have state.
+    """The state of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
 
-    Build it before the first update, and before a resume loads the state. A parameter's state is
-    named by its name in the unwrapped model, a callback's by its class, a second of a class by
-    `NAME#2`. Values that are not tensors are numbers, texts, lists and dicts of them, as JSON has
-    them. Of a parameter group only the values that have changed since are part of the state: the
-    others are settings, and a resume may have new ones.
+    Build it before the first update, and before a resume loads the state. The state of a parameter
+    has the parameter's name in the unwrapped model, that of a callback the name of its class, or
+    `NAME#2` for the second of a class. Values that are not tensors are numbers, texts, lists and
+    dicts, as in JSON. A parameter group keeps only the values that have changed since: the others
+    are settings, and a resume may have new ones.
 
-    Raises `ValueError` if the optimizer has a parameter that the model does not have, or a tensor in a
-    parameter group.
+    Raises `ValueError` if the optimizer has a parameter that the model does not have, or a tensor
+    in a parameter group.
     """
 
-    # The loop sets the rate; the parameters are in the model.
+    # The loop sets the learning rate, and the model has the parameters.
     SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr"})
 
     def __init__(
@@ -181,8 +188,8 @@ class TrainingState:
             for parameter in group["params"]:
                 if id(parameter) not in named:
                     raise ValueError(
-                        f"{self.name} has a parameter of shape {tuple(parameter.shape)} that the model does not have: give "
-                        "it parameters of the model that it gets"
+                        f"{self.name} has a parameter of shape {tuple(parameter.shape)} that the "
+                        "model does not have: give it parameters of the model that it gets"
                     )
                 self.parameters[named[id(parameter)]] = parameter
         self.start = [self._values(group) for group in optimizer.param_groups]
@@ -194,15 +201,15 @@ class TrainingState:
                 self.callbacks[f"{kind}#{number}" if number > 1 else kind] = callback
 
     def _values(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns copies of the values of a parameter group that a checkpoint may hold; a tuple, such as `betas`, as a list."""
+        """Returns copies of a parameter group's values; a tuple, such as `betas`, as a list."""
         values = {}
         for key, value in group.items():
             if key in self.SETTINGS:
                 continue
             if isinstance(value, torch.Tensor):
                 raise ValueError(
-                    f"a parameter group of {self.name} has the tensor {key}, which a checkpoint cannot hold: keep it in the "
-                    "state of a parameter, or as a number"
+                    f"a parameter group of {self.name} has the tensor {key}, which a checkpoint "
+                    "cannot hold: keep it in the state of a parameter, or as a number"
                 )
             values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
         return values
@@ -213,8 +220,10 @@ class TrainingState:
         return str(next(iter(self.parameters.values())).dtype).removeprefix("torch.")
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-        """Returns the tensors of each file in `training_state/`, on their devices, sharded as they
-        are, and the rest, for `state.json`."""
+        """Returns the tensors of each file in `training_state/`, and the rest, for `state.json`.
+
+        The tensors stay on their devices, and sharded.
+        """
         state = self.optimizer.state
         scaler = self.accelerator.scaler
         tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
@@ -233,12 +242,11 @@ class TrainingState:
         }
 
     def load_optimizer(self, checkpoint: Path, saved: dict[str, Any]) -> None:
-        """Loads the state of the optimizer and the scaler from a checkpoint, whose `state.json` is
-        `saved`; names and shapes are those of the parameters: the model is the checkpoint's. All
-        ranks call it.
+        """Loads the state of the optimizer and the scaler from a checkpoint of this model.
 
-        Raises `ValueError` if the state belongs to another optimizer, to weights of another dtype, or
-        to another class of the model."""
+        `saved` is its `state.json`. All ranks call it. Raises `ValueError` if the state belongs to
+        another optimizer, to weights of another dtype, or to another class of the model.
+        """
         if saved["optimizer"] != self.name:
             raise ValueError(
                 f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
@@ -247,7 +255,8 @@ class TrainingState:
         dtype = saved.get("dtype", self.dtype)
         if dtype != self.dtype:
             raise ValueError(
-                f"{checkpoint} has weights in {dtype}, not {self.dtype}: resume with --dtype {dtype}"
+                f"{checkpoint} has weights in {dtype}, not {self.dtype}: resume with --dtype "
+                f"{dtype}"
             )
         values = saved.get("optimizer_values", {})
         defaults = self.optimizer.defaults
@@ -256,13 +265,13 @@ class TrainingState:
         absent = states.keys() - self.parameters.keys()
         if absent:
             raise ValueError(
-                f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not have: resume with the "
-                "--attn_implementation of the first run"
+                f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not "
+                "have: resume with the --attn_implementation of the first run"
             )
         for name, state in states.items():
             parameter = self.parameters[name]
             for key, value in state.items():
-                # As torch has it: the kernels read a `step` on the host, unless they are fused.
+                # As in torch: the kernels read a `step` on the host, unless they are fused.
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
                 self.optimizer.state[parameter][key] = value
@@ -270,8 +279,8 @@ class TrainingState:
         groups = self.optimizer.param_groups
         if changed and len(changed) != len(groups):
             raise ValueError(
-                f"{checkpoint} was trained with {len(changed)} parameter groups of {self.name}, not {len(groups)}: resume with "
-                "the optimizer of the first run"
+                f"{checkpoint} was trained with {len(changed)} parameter groups of {self.name}, "
+                f"not {len(groups)}: resume with the optimizer of the first run"
             )
         for group, own in zip(groups, changed, strict=False):
             for key, value in own.items():
@@ -282,21 +291,22 @@ class TrainingState:
     def load_callbacks(
         self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool
     ) -> list[str]:
-        """Hands the callbacks what a checkpoint, whose `state.json` is `saved`, has of them.
-        Returns a note for each that starts anew.
+        """Loads the state of the callbacks; returns a note for each that the checkpoint lacks.
 
-        Raises `ValueError` for the state of a callback that is absent, unless `ignore_missing`."""
+        `saved` is the checkpoint's `state.json`. Raises `ValueError` for the state of a callback
+        that is absent, unless `ignore_missing`.
+        """
         states = read_states(checkpoint, "callbacks", saved.get("callbacks", {}))
         absent = states.keys() - self.callbacks.keys()
         if absent and not ignore_missing:
             raise ValueError(
-                f"{checkpoint} has the state of the callback {min(absent)}, which this run does not "
-                "have: add it, or give --ignore_changes"
+                f"{checkpoint} has the state of the callback {min(absent)}, which this run does "
+                "not have: add it, or give --ignore_changes"
             )
         notes = []
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
             else:
-                notes.append(f"the callback {name} has no state in {checkpoint}: it starts anew")
+                notes.append(f"the callback {name} has no state in {checkpoint}: it starts new")
         return notes

@@ -2,13 +2,14 @@
 
     checkpoint-<step>/
         config.json, model.safetensors, tokenizer.json, …      opens in transformers
-        training_state/optimizer.safetensors                   its tensors, by parameter name, if it has some
-        training_state/callbacks.safetensors                   the tensors of callbacks, if they have some
-        training_state/state.json                              step, optimizer, scaler, data, position, …
-        training_state/manifest.json                           size and SHA-256 of every file above
+        training_state/optimizer.safetensors                   its tensors, by parameter, if any
+        training_state/callbacks.safetensors                   the tensors of callbacks, if any
+        training_state/state.json                              step, optimizer, data, position, …
+        training_state/manifest.json                           size and SHA-256 of the files above
 
-Data order, learning rate and random seeds are functions of the step, so they are not saved. A checkpoint is copied to
-host memory, then written in the background: into a temporary folder, with checksums, synced to disk and renamed.
+Data order, learning rate and random seeds are functions of the step, so they are not saved. A
+checkpoint is copied to host memory, then written in the background: into a temporary folder, with
+checksums, synced to disk and renamed.
 """
 
 import threading
@@ -41,13 +42,14 @@ from gpt2_accel.runtime.files import atomic_directory, hide, remove, sentence, w
 class CheckpointWriter(AbstractContextManager):
     """Writes the checkpoints of a run in the background while training continues.
 
-    It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0: none), and with
-    `keep_best` the one with the lowest validation loss. While the run trains it keeps one more: the updates after the
-    newest may show that its weights are destroyed. The links `latest` and `best` point to the newest and the best.
+    It keeps the `keep_last` newest checkpoints, those whose step is a multiple of `keep_every` (0:
+    none), and with `keep_best` the one with the lowest validation loss. While the run trains it
+    keeps one more: the updates after the newest may show that its weights are destroyed. The links
+    `latest` and `best` point to the newest and the best.
 
-    `written` is the newest checkpoint, until the run has reported it. A checkpoint that the disk
-    does not take is reported through `print_line` and leaves the older ones unchanged. Any other
-    error in the background is a bug: `bug` holds it, and `join` raises it.
+    `written` is the newest checkpoint, until the run has reported it. A failure of the disk is
+    reported through `print_line`, and older checkpoints stay. Any other error in the background is
+    a bug: `bug` holds it, and `join` raises it.
     """
 
     config: TrainConfig
@@ -59,8 +61,7 @@ class CheckpointWriter(AbstractContextManager):
     _thread: threading.Thread | None = None
 
     def save(self, *snapshot: Any) -> None:
-        """Starts to write a checkpoint, after the previous write; `snapshot` are the arguments of
-        `_write`."""
+        """Starts to write a checkpoint, after the previous one; the arguments are `_write`'s."""
         self.join()
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
@@ -71,8 +72,7 @@ class CheckpointWriter(AbstractContextManager):
             self._wait()
 
     def join(self) -> OSError | None:
-        """Waits until the last checkpoint is on disk. Returns the disk's error if it could not be
-        written, and raises `bug`."""
+        """Waits until the last checkpoint is on disk. Returns the disk's error; raises `bug`."""
         self._wait()
         if self.bug is not None:
             raise self.bug
@@ -89,18 +89,20 @@ class CheckpointWriter(AbstractContextManager):
         state: dict[str, Any],
         training: Training,
     ) -> None:
-        """Writes a checkpoint. `model` and `tensors`, those of each file in `training_state/`, are
-        copies in host memory; `state` is `state.json`, `training` describes the run for the model
-        card."""
+        """Writes a checkpoint.
+
+        `model` is a copy in host memory, and so are `tensors`, those of each file in
+        `training_state/`. `state` is `state.json`, `training` describes the run for the model card.
+        """
         path = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
         try:
             self.rotate(state["step"] - 1)  # by now their updates have followed
             with atomic_directory(path, replace=True) as folder:
                 self.files.save(model, folder, training, str(path))
                 (folder / STATE).mkdir()
-                for name, own in tensors.items():
-                    if own:
-                        save_file(own, folder / STATE / f"{name}.safetensors")
+                for name, part in tensors.items():
+                    if part:
+                        save_file(part, folder / STATE / f"{name}.safetensors")
                 write_json(folder / STATE / "state.json", state)
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 names = [path.relative_to(folder).as_posix() for path in files]
@@ -118,10 +120,10 @@ class CheckpointWriter(AbstractContextManager):
     def rotate(self, step: int) -> None:
         """Removes the checkpoints up to `step` that are not to be kept.
 
-        Newer ones can only be damaged. They are neither counted nor removed: the run replaces them.
+        Newer ones can only be damaged. They are not counted or removed: the run replaces them.
         """
         checkpoints = self._up_to(step)
-        keep: list[Path | None] = [*checkpoints[-self.config.keep_last :]]
+        keep: list[Path | None] = list(checkpoints[-self.config.keep_last :])
         every = self.config.keep_every
         if every:
             keep += [path for path in checkpoints if step_of(path) % every == 0]
@@ -130,7 +132,7 @@ class CheckpointWriter(AbstractContextManager):
         for path in checkpoints:
             if path not in keep:
                 try:
-                    remove(hide(path))  # a kill leaves no part of it under its name
+                    remove(hide(path))  # a kill must not leave a part of it under its name
                 except OSError as error:
                     self.print_line(f"{path.name} could not be removed: {sentence(error)}")
 

@@ -1,7 +1,7 @@
 """Attention by hardware: the order of torch's kernels, and FlexAttention within documents on a GPU.
 
-A dense mask, (B, 1, T, T), excludes flash attention. FlexAttention (Dong et al., 2024, arXiv:2412.05496) takes a block mask,
-which lists the blocks that are attended; all others are skipped.
+A dense mask, (B, 1, T, T), excludes flash attention. FlexAttention (Dong et al., 2024,
+arXiv:2412.05496) takes a block mask, a list of the attended blocks, and skips all others.
 
 Shape letters as in `models/gpt2.py`.
 """
@@ -17,16 +17,16 @@ from gpt2_accel import kernels
 
 # cuDNN before 9.15.1 computes wrong values for other lengths (pytorch/pytorch#169849).
 CUDNN_LENGTHS = 128
-# Up to this length a CPU trains faster with attention in fp32 than in bf16, casts included: in 0.5 to 0.8 of the time.
+# Up to this length attention in fp32 takes a CPU 0.5 to 0.8 of the time of bf16, casts included.
 SHORT = 128
 NARROWEST = 16  # channels of a head, for FlexAttention
 
 
 def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
-    """Returns the context of `F.scaled_dot_product_attention` in which torch prefers the kernels of `sdpa_order`, for
-    queries q: (B, H, T, D). On a CPU autocast does not change their dtype, see `in_fp32`.
+    """Returns a context in which torch prefers the attention kernels of `sdpa_order`.
 
-    cuDNN's is left out except for causal attention of some lengths: with masks it would plan anew for each length.
+    q: queries, (B, H, T, D). On a CPU autocast does not change their dtype, see `in_fp32`. cuDNN's
+    kernel is only for causal attention of some lengths: with masks it plans again for each length.
     """
     T = q.shape[2]
     order = kernels.choices.sdpa_order
@@ -40,7 +40,7 @@ def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
 
 
 def in_fp32(q: torch.Tensor) -> bool:
-    """Whether attention for queries q: (B, H, T, D) is faster in fp32: in bf16 on a CPU, for short sequences."""
+    """Whether attention is faster in fp32: for short bf16 queries q: (B, H, T, D) on a CPU."""
     short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.shape[2] <= SHORT
     return short and kernels.choices.enabled
 
@@ -48,7 +48,8 @@ def in_fp32(q: torch.Tensor) -> bool:
 def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether a fused kernel takes fewer heads of keys and values than of queries, q: (B, H, T, D).
 
-    On a GPU only flash attention and cuDNN's do. Torch's plain attention would keep the scores, (B, H, T, T).
+    On a GPU only flash attention and cuDNN's do. Torch's plain attention would store the scores,
+    (B, H, T, T).
     """
     if q.device.type != "cuda":
         return True
@@ -57,14 +58,16 @@ def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def takes_blocks(width: int, dropout: float) -> bool:
-    """Whether to use block masks for heads of `width` channels: if `kernels.choices.block_masks` is set, without dropout."""
+    """Whether to use block masks for heads of `width` channels, if `block_masks` is chosen."""
     chosen = kernels.choices.enabled and kernels.choices.block_masks
     return chosen and width >= NARROWEST and not dropout
 
 
 def document_blocks(documents: torch.Tensor) -> BlockMask:
-    """Returns the causal mask that does not cross document boundaries. documents: (B, T), the number of each token's
-    document."""
+    """Returns the causal mask that does not cross document boundaries.
+
+    documents: (B, T), the number of each token's document.
+    """
     B, T = documents.shape
 
     def attended(b, h, q, k):
@@ -76,8 +79,10 @@ def document_blocks(documents: torch.Tensor) -> BlockMask:
 def block_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask
 ) -> torch.Tensor:
-    """Returns softmax(q · k / sqrt(D)) · v under the mask. q, k, v and the result: (B, H, T, D); keys and
-    values may have fewer heads."""
+    """Returns softmax(q · k / sqrt(D)) · v under the mask.
+
+    q, k, v and the result: (B, H, T, D); keys and values may have fewer heads.
+    """
     on_cpu = q.device.type == "cpu"  # there only the tests use it
     flex = flex_attention if on_cpu or torch.compiler.is_compiling() else compiled_attention()
     return flex(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,8 +1,9 @@
-"""Chunked linear cross-entropy: the output head and the loss in one, without the logits of all positions in memory.
+"""Chunked linear cross-entropy: output head and loss, without all logits in memory at once.
 
-With GPT-2's vocabulary the logits are the largest tensor in training: 6.6 GB in bf16 for 64 sequences of 1,024 tokens,
-and the plain loss copies them to fp32. Here a chunk of rows is computed, turned in place into its gradient, multiplied
-into the gradients of the input and the weight, and freed.
+With GPT-2's vocabulary the logits are the largest tensor in training: 6.6 GB in bf16 for 64
+sequences of 1,024 tokens, and the plain loss copies them to fp32. Here a chunk of rows is computed,
+replaced in place by its gradient, multiplied into the gradients of the input and the weight, and
+freed.
 
 Shape letters as in `models/gpt2.py`; N = B·T rows.
 """
@@ -20,8 +21,8 @@ from gpt2_accel.rounding import ceil_div
 
 LOGITS_AT_ONCE = 2**25  # elements, on a CPU: 667 rows of GPT-2's vocabulary
 ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
-# Below 6e-8 fp16 is zero, and so are many of 50,257 probabilities: those times 4 are fewer, and a column of a whole
-# chunk of them still adds up to a finite number.
+# In fp16 numbers below 6e-8 are zero, and so are many of 50,257 probabilities. Times 4 fewer are,
+# and the sum of a chunk's column is still finite.
 FP16_SCALE = 4.0
 
 
@@ -31,7 +32,7 @@ def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def rows_at_once(x: torch.Tensor, weight: torch.Tensor, logits: int) -> int:
-    """Returns the rows of x: (N, C) in one of the fewest equal chunks of about `logits` logits at most."""
+    """Returns the rows of a chunk: x, (N, C), is split into equal parts of `logits` logits."""
     chunks = ceil_div(len(x) * len(weight), logits)
     return ceil_div(len(x), chunks)
 
@@ -46,19 +47,21 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cross-entropy in nats of the logits `x @ weight.T`, without the padding columns from `vocab_size` on.
+    """Returns the cross-entropy in nats of the logits `x @ weight.T`.
 
-    x: (N, C) and weight: (V, C), floating point; targets: (N,) int64 below `vocab_size`, or -100 to
-    ignore a row. The result is the mean over the rows that are not ignored, a scalar, or with
-    `reduction` "none" the loss of each row, (N,), 0 for ignored rows. With `z_loss`, for the mean
-    only, it is a pair, as in `LanguageModel.forward`. `soft_cap` is that of `capped`.
-    Under autocast the products are in its dtype.
-    The results have no second derivative. The backward of "none" computes the logits again: four
-    products with the vocabulary in place of three.
+    Columns from `vocab_size` on are padding and do not count. x: (N, C) and weight: (V, C),
+    floating point; targets: (N,) int64 below `vocab_size`, or -100 to ignore a row. The result is
+    the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of
+    each row, (N,), 0 for ignored rows. With `z_loss`, for the mean only, it is a pair, as in
+    `LanguageModel.forward`. `soft_cap` limits the logits, see `capped`.
+
+    Under autocast the products are in its dtype. The results have no second derivative. The
+    backward of "none" computes the logits again: four products with the vocabulary instead of
+    three.
     """
     at_once = kernels.choices.logits_at_once or LOGITS_AT_ONCE
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which it does not cast
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves fp64
         x = x.to(torch.get_autocast_dtype(device))
     # In fp16 the columns of larger chunks could add up to infinity.
     half = x.dtype == torch.float16
@@ -78,20 +81,21 @@ def linear_cross_entropy(
         bias = x.new_zeros(len(w))
         bias[vocab_size:] = -math.inf
         chunks = zip(x.split(rows), targets.split(rows), strict=True)
-        nats = torch.cat(
-            [
-                F.cross_entropy(capped(F.linear(part, w, bias), soft_cap), t, reduction="none")
-                for part, t in chunks
-            ]
-        )
+        losses = []
+        for part, t in chunks:
+            logits = capped(F.linear(part, w, bias), soft_cap)
+            losses.append(F.cross_entropy(logits, t, reduction="none"))
+        nats = torch.cat(losses)
     if reduction == "mean":
         return mean_of(nats.sum(), targets)
     return RowLosses.apply(nats, *arguments)
 
 
 class RowLosses(torch.autograd.Function):
-    """Gives gradients to the losses of rows that were computed without. The backward computes the
-    logits again, so that they need not be stored. It has no derivative."""
+    """Gives gradients to the losses of rows, which were computed without.
+
+    The backward computes the logits again, so they are not stored. It has no derivative.
+    """
 
     @staticmethod
     def forward(ctx, nats: torch.Tensor, *arguments) -> torch.Tensor:
@@ -125,14 +129,16 @@ def slope(x: torch.Tensor, soft_cap: float) -> torch.Tensor:
 
 
 def mean_of(total: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns `total` divided by the number of targets that are not -100. Without any the mean is NaN and its gradient
-    0, as in torch."""
+    """Returns `total` divided by the number of targets that are not -100.
+
+    If all are, the mean is NaN and its gradient 0, as in torch.
+    """
     count = (targets != -100).sum()
     return torch.where(count > 0, total / count.clamp(min=1), math.nan)
 
 
-# A custom operator, opaque to Dynamo. Otherwise the compiler would move the gradients to the backward pass, and store
-# the logits of all rows until then.
+# A custom operator is opaque to Dynamo. Otherwise the compiler would move the gradients to the
+# backward pass, and store the logits of all rows until then.
 @torch.library.custom_op("gpt2_accel::linear_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
     x: torch.Tensor,
@@ -145,13 +151,13 @@ def chunked_cross_entropy(
     z_loss: float,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the sums of the cross-entropy and of the squares of the log-sum-exp, and the
-    gradients of the first plus `z_loss` times the second, with `rows` rows of logits at a time.
+    """Computes two sums over rows, and the gradients of the first plus `z_loss` times the second.
 
-    x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which
-    the gradient of each row's loss is multiplied. Returns the sums, (2,), and the gradients of x,
-    (N, C), and of the weight, (V, C), in fp32, or in fp64 if x is. `compiled` fuses the elementwise
-    operations.
+    The sums, (2,), are those of the cross-entropy and of the squares of the log-sum-exp. x: (N, C),
+    in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which the
+    gradient of each row's loss is multiplied. Returns the sums and the gradients of x, (N, C), and
+    of the weight, (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are in memory at a
+    time. `compiled` fuses the elementwise operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
@@ -159,14 +165,18 @@ def chunked_cross_entropy(
     gradient_ = fused(scaled_gradient_) if compiled else scaled_gradient_
     add_transposed_ = fused(add_transposed) if compiled else add_transposed
     transposed = fused(transpose) if compiled else transpose
-    # The CPU reads each row several times: few rows at once stay in its cache. Uncompiled, the softmax copies them.
-    on_cpu = x.device.type == "cpu"
-    at_once = ROWS_IN_CACHE if on_cpu else rows if compiled else LOGITS_AT_ONCE // len(weight) + 1
+    if x.device.type == "cpu":
+        at_once = ROWS_IN_CACHE  # it reads each row several times
+    elif compiled:
+        at_once = rows
+    else:  # the softmax copies the rows
+        at_once = LOGITS_AT_ONCE // len(weight) + 1
     sums = x.new_zeros(2, dtype=accumulate_dtype)
     total, squares = sums
     grad_x = torch.empty_like(x, dtype=accumulate_dtype)
     grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
-    # One row more than a chunk: every part is a view of a larger tensor. Dynamo would compile for a whole one again.
+    # One row more than a chunk, so each part is a view of a larger tensor. Dynamo would compile
+    # again for a part that is not.
     buffer = x.new_empty(rows + 1, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
@@ -174,9 +184,9 @@ def chunked_cross_entropy(
             t = targets[start : start + rows, None]
             counts = t != -100
             t = t.clamp(min=0)
-            share = counts
+            factor = counts
             if factors is not None:
-                share = counts * factors[start : start + rows, None]
+                factor = counts * factors[start : start + rows, None]
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
@@ -194,11 +204,11 @@ def chunked_cross_entropy(
             if soft_cap:
                 of_target *= slope(at_target, soft_cap)
             gradient[row, t] = of_target.to(gradient.dtype)
-            grad_x[start : start + rows] = (gradient @ w) * (share / scale)
-            x_rows = (x_rows * share).to(x.dtype)
+            grad_x[start : start + rows] = (gradient @ w) * (factor / scale)
+            x_rows = (x_rows * factor).to(x.dtype)
             if x.dtype == accumulate_dtype:
                 grad_w.addmm_(gradient.t(), x_rows)
-            else:  # transposing the small factor is faster than a product along the rows of the large one
+            else:  # transposing the smaller matrix is faster than a product along rows of the other
                 add_transposed_(grad_w, transposed(x_rows) @ gradient)
     return sums, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
 

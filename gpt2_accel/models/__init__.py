@@ -1,7 +1,7 @@
-"""The base classes of a model and its config: what the rest of the package needs of any model.
+"""The base classes of a model and its config.
 
-Training, checkpoints, evaluation and the estimates use nothing else. Only its module here, its conversion in `hf/` and
-`config.ARCHITECTURES` know an architecture by name.
+Training, checkpoints, evaluation and the estimates use nothing else. Only three places know an
+architecture by name: its module here, its conversion in `hf/`, and `config.ARCHITECTURES`.
 
 Shape letters: B batch, T sequence, C width.
 """
@@ -29,6 +29,7 @@ from gpt2_accel.models.parts import (
     head_loss,
     sequence_positions,
 )
+from gpt2_accel.optim import is_expert
 from gpt2_accel.rounding import ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -36,36 +37,29 @@ if TYPE_CHECKING:
 
 
 class ModelConfig:
-    """The shape of a model. A subclass is a dataclass whose fields are those of the architecture.
-
-    `architecture` is the name of its module here and in `hf/`, and the `model_type` of its `config.json`.
-    `n_kv_head` are the heads of keys and values, `head_dim` the channels of a head.
-    `experts_per_token` are those that compute on a token. `soft_cap` limits the logits, see
-    `cross_entropy.capped`.
-    """
+    """The shape of a model. A subclass is a dataclass with the fields of its architecture."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    architecture: str
+    architecture: str  # the module here and in `hf/`, and the `model_type` of `config.json`
     vocab_size: int
     n_positions: int
     n_layer: int
     n_head: int
-    n_kv_head: int
-    head_dim: int
+    n_kv_head: int  # heads of keys and values
+    head_dim: int  # channels of a head
     n_embd: int
     dropout: float
-    soft_cap: float | None = None
-
-    experts_per_token: int | None = None  # of a mixture of experts
+    soft_cap: float | None = None  # limits the logits, see `cross_entropy.capped`
+    experts_per_token: int | None = None  # experts that compute on a token
 
     @property
     def has_plain_head(self) -> bool:
-        """Whether the logits are a matrix product, so that the loss is computed in chunks."""
+        """Whether the logits are a matrix product, so the loss is computed in chunks."""
         return True
 
     @classmethod
     def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "ModelConfig":
-        """Returns the shape that a `TrainConfig` describes. Raises `ValueError` if there is none."""
+        """Returns the shape that a `TrainConfig` describes, or raises `ValueError`."""
         raise NotImplementedError
 
     def build(self) -> "LanguageModel":
@@ -82,40 +76,41 @@ class ModelConfig:
 
     @property
     def parameter_count(self) -> int:
-        """The parameters as saved: a tied head counts once, vocabulary padding does not count."""
+        """The number of saved parameters: a tied head counts once, vocabulary padding does not."""
         return self._counts[0]
 
     @property
     def matmul_parameters(self) -> int:
-        """The N in 6N FLOPs per token: parameters that compute on it, see `count_parameters`."""
+        """The N in 6N FLOPs per token: the parameters that compute on a token."""
         return self._counts[1]
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the token embedding: `vocab_size` rounded up to a multiple of 128, for faster matrix products."""
+        """Rows of the token embedding: a multiple of 128, for faster matrix products."""
         return round_up(self.vocab_size, 128)
 
 
 def config_class(name: str | None) -> type[ModelConfig]:
-    """Returns the config of an architecture in `config.ARCHITECTURES`; None is GPT-2. `models/NAME.py` has it as `CONFIG`."""
+    """Returns the config class of an architecture in `config.ARCHITECTURES`, GPT-2's for None."""
     return import_module(f"gpt2_accel.models.{name or 'gpt2'}").CONFIG
 
 
 def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
-    """Raises `ValueError` if a `TrainConfig` asks for another architecture or depth than its `init_from` has."""
-    found = shape.architecture, shape.n_layer
-    if found != (settings.architecture or found[0], settings.depth or found[1]):
+    """Raises `ValueError` if `init_from` has another architecture or depth than the settings."""
+    architecture = settings.architecture or shape.architecture
+    depth = settings.depth or shape.n_layer
+    if (architecture, depth) != (shape.architecture, shape.n_layer):
         raise ValueError(
-            f"{settings.init_from} is a {found[0]} with n_layer = {found[1]}: leave out --architecture and --depth, which are "
-            "for a new model, or --init_from"
+            f"{settings.init_from} is a {shape.architecture} with n_layer = {shape.n_layer}: leave "
+            "out --architecture and --depth, which are for a new model, or --init_from"
         )
 
 
 def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, int, int]:
     """Returns layers, heads and width of a `TrainConfig`.
 
-    `depth` N means N layers of width 64·N, rounded up to heads of `head` channels (nanochat's rule,
-    whose heads have 128).
+    A `depth` of N means N layers of width 64·N, rounded up to a multiple of `head`, the channels
+    of a head. That is nanochat's rule, with heads of 128.
     """
     if settings.depth:
         n_head = ceil_div(64 * settings.depth, head)
@@ -124,9 +119,9 @@ def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, in
 
 
 class Trainable(Protocol):
-    """What a run needs of a model, a `torch.nn.Module`. `LanguageModel` has it all."""
+    """What a run needs from a model, a `torch.nn.Module`. `LanguageModel` has it all."""
 
-    separator: int | None  # the token that begins documents, if attention stays inside them
+    separator: int | None  # the token that starts documents, if attention stays inside them
     checkpoint_activations: bool
 
     @property
@@ -145,22 +140,22 @@ class Trainable(Protocol):
 class LanguageModel(nn.Module):
     """A language model. A subclass has the modules, `config_class`, `hidden` and `head_weight`.
 
-    The token embedding and the head have `config.padded_vocab_size` rows. The padding rows are zero, get no gradient,
-    and are excluded from the loss, from the logits that `forward` returns, and from saved files.
+    The token embedding and the head have `config.padded_vocab_size` rows. The padding rows are
+    zero, get no gradient, and are excluded from the loss, from the logits that `forward` returns,
+    and from saved files.
 
-    If `separator` is set, attention does not cross from one document to the next; it is the token that starts each
-    document. Positions run on. `checkpoint_activations` stores only the input of each block and recomputes the block in the backward
-    pass (Chen et al., 2016, arXiv:1604.06174). A submodule whose weight stacks several equal matrices along its rows,
-    such as q, k and v, has their number as `stacked`; Muon updates each separately.
+    `separator` is the token that starts each document. If it is set, attention stays inside
+    documents; positions run on. `checkpoint_activations` stores only the input of each block and
+    recomputes the block in the backward pass (Chen et al., 2016, arXiv:1604.06174). A submodule may
+    have `stacked`, the number of equal matrices along the rows of its weight, such as q, k and v;
+    Muon updates each separately.
     """
 
     config_class: ClassVar[type[ModelConfig]]
     separator: int | None = None
     checkpoint_activations = False
     aux_coefficient = 0.0  # the weight of the load balancing loss of a mixture of experts
-    residual: ClassVar[
-        tuple[str, ...]
-    ]  # the ends of the names of projections onto the residual stream
+    residual: ClassVar[tuple[str, ...]]  # how names of projections to the residual stream end
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -170,9 +165,9 @@ class LanguageModel(nn.Module):
     def init_weights(self) -> None:
         """Initialises the weights, unless they are on the meta device.
 
-        Matrices and embeddings are N(0, 0.02), those of `residual` N(0, 0.02 / sqrt(2·n_layer)), biases 0 and gains of
-        norms 1. Sources: the GPT-2 paper, section 2.3, OpenAI's released code for the 0.02, and `initializer_range` of
-        transformers' `LlamaConfig` and of Qwen3's.
+        Matrices and embeddings are N(0, 0.02), those of `residual` N(0, 0.02 / sqrt(2·n_layer)),
+        biases 0 and gains of norms 1. Sources: the GPT-2 paper, section 2.3; for the 0.02 OpenAI's
+        released code and `initializer_range` in transformers' `LlamaConfig` and `Qwen3Config`.
         """
         if self.device.type == "meta":
             return
@@ -194,7 +189,8 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """Returns the output of the last block. x: (B, T, C) -> (B, T, C).
 
-        Each block gets x, the `inputs`, and its layer of the cache or None."""
+        Each block gets x, the `inputs`, and its layer of the cache or None.
+        """
         for number, block in enumerate(blocks):
             past = None if cache is None else cache[number]
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -212,7 +208,8 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 
-        Arguments as in `forward`, positions also (T,); the mask may also be a `BlockMask`."""
+        The arguments are those of `forward`. Positions may also be (T,), the mask a `BlockMask`.
+        """
         raise NotImplementedError
 
     @property
@@ -233,29 +230,30 @@ class LanguageModel(nn.Module):
         logits_to_keep: int = 0,
         cache: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits, or the loss if there are `targets`.
+        """Returns the logits, (B, T, vocab_size), or the loss in nats if there are `targets`.
 
-        input_ids: (B, T) integers below `vocab_size`. targets: (B, T), the token after each position (already shifted,
-        unlike HF's `labels`), -100 to ignore a position. The logits are (B, T, vocab_size). The loss is the mean
-        cross-entropy in nats per target, a scalar, or with `reduction` "none" the loss of each target, (B, T), 0 at
-        -100. The loss is computed here because Accelerate copies the outputs of a mixed-precision forward to fp32.
+        - input_ids: (B, T), integers below `vocab_size`.
+        - targets: (B, T), the token after each position (already shifted, unlike HF's `labels`),
+          -100 to ignore a position.
+        - reduction: "mean" returns the mean loss of the targets, a scalar; "none" the loss of each
+          target, (B, T), 0 at -100.
+        - z_loss: a coefficient. The result is a pair of scalars: the mean loss plus `z_loss` times
+          z, and z, detached. z is the mean square of the logits' log-sum-exp over the targets. It
+          keeps the softmax normalizer near 1 (PaLM; Chowdhery et al., 2022, arXiv:2204.02311,
+          section 5, with 1e-4).
+        - documents: (B, T), the number of each token's text in a row of several texts, which never
+          falls along the row. Positions restart with each text, and attention stays inside it.
+        - position_ids: (B, T) below `n_positions`, the position of each token in its text, where
+          texts are not contiguous. attention_mask is (B, 1, T, T) bool, True where attended.
+        - logits_to_keep: computes the logits of that many last positions only, whose `targets` are
+          given; 0 computes all.
+        - cache: from `new_cache`, holds the keys and values of the tokens before, and gets those of
+          `input_ids`. It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all
+          keys that it returns.
 
-        With `z_loss`, a coefficient, the result is a pair of scalars: the mean cross-entropy plus
-        `z_loss` times z, and z, detached, which is the mean square of the logits' log-sum-exp over
-        the targets that are not -100. It keeps the softmax normalizer near 1 (PaLM; Chowdhery et
-        al., 2022, arXiv:2204.02311, section 5, where `z_loss` is 1e-4).
-
-        To pack several texts into a row, give documents, (B, T), the number of each token's text, which never falls along
-        a row: the positions then restart with each text, and attention stays inside it. Where the texts are not in a
-        row, give position_ids, (B, T) below `n_positions`, the position of each token in its text, and attention_mask,
-        (B, 1, T, T) bool, True where attended. `logits_to_keep` computes the logits of that many last positions only, and
-        `targets` are then those of these positions; 0 computes all.
-
-        `cache`, which `new_cache` returns, holds the keys and values of the tokens before, and gets those of `input_ids`.
-        It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all keys that it returns.
-
-        Raises `ValueError` if T exceeds `n_positions` and there are no `position_ids`, or for `z_loss` with a
-        `reduction` of "none".
+        The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
+        to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`, or for
+        `z_loss` with a `reduction` of "none".
         """
         n_positions = self.config.n_positions
         if documents is not None:
@@ -268,24 +266,26 @@ class LanguageModel(nn.Module):
         if documents is not None:
             mask = self.document_mask(documents)
         x = self.hidden(input_ids, position_ids, mask, cache)[:, -logits_to_keep:]
-        weight, vocab_size = self.head_weight, self.config.vocab_size
+        weight = self.head_weight
+        vocab_size = self.config.vocab_size
         soft_cap = self.config.soft_cap
         if targets is None:
-            # The rows of the whole matrix are aligned.
-            return cross_entropy.capped(F.linear(x, weight)[..., :vocab_size], soft_cap)
+            logits = F.linear(x, weight)  # of all rows, which are aligned in memory
+            return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
         return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
-        """Returns the causal mask that keeps attention within documents; documents: (B, T) as in `forward`."""
+        """Returns the causal mask inside documents; documents: (B, T), as in `forward`."""
         dropout = self.config.dropout if self.training else 0.0
         if attention.takes_blocks(self.config.head_dim, dropout):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
     def new_cache(self, slots: int = 0) -> Any:
-        """Returns an empty KV cache, a `Past` for each block; with `slots` it has memory for so many tokens, else it grows.
+        """Returns an empty KV cache, a `Past` for each block.
 
-        A class of `transformers` has a cache of its own kind, or None.
+        With `slots` it has memory for that many tokens, else it grows. For a class of
+        `transformers` it is a cache of that class, or None.
         """
         from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -293,7 +293,7 @@ class LanguageModel(nn.Module):
         return [StaticLayer(slots) if slots else DynamicLayer() for _ in layers]
 
     def tie_weights(self) -> None:
-        """Ties parameters again that are one, after `load_state_dict` has assigned them separately."""
+        """Ties shared parameters again, after `load_state_dict` has assigned them separately."""
 
     @property
     def device(self) -> torch.device:
@@ -307,9 +307,11 @@ class LanguageModel(nn.Module):
 
 
 def count_parameters(shape: ModelConfig) -> tuple[int, int]:
-    """Returns the parameters of a model without vocabulary padding, and those that compute on a
-    token: without embeddings that are only looked up, as nanoGPT counts, and without the experts
-    that are not chosen. Takes no memory for weights."""
+    """Returns the number of parameters of a model, and of those that compute on a token.
+
+    The second number excludes embeddings that are only looked up, as nanoGPT counts, and experts
+    that are not chosen. Vocabulary padding is in neither. Takes no memory for weights.
+    """
     with torch.device("meta"):
         model = shape.build()
     head = model.head_weight
@@ -328,11 +330,6 @@ def count_parameters(shape: ModelConfig) -> tuple[int, int]:
     return total, active
 
 
-def is_expert(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds a matrix for each expert, (experts, rows, columns)."""
-    return parameter.ndim == 3 and "experts." in name
-
-
 def skeleton(model: LanguageModel) -> LanguageModel:
     """Returns a copy of a model whose parameters have shapes and no memory (on the meta device)."""
     parameters = model.parameters()
@@ -349,8 +346,10 @@ def filled(empty: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> Languag
 
 
 def convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Converts the parameters of a model. Buffers, such as rotary frequencies, keep their dtype, as
-    in a model that `transformers` opens in bf16."""
+    """Converts the parameters of a model. Buffers keep their dtype, such as rotary frequencies.
+
+    So does `transformers` when it opens a model in bf16.
+    """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 

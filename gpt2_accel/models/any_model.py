@@ -1,7 +1,7 @@
 """Any causal language model of `transformers`, in the form that the rest of the package uses.
 
-The class of `transformers` computes everything, also its KV cache. The loss is computed in chunks where the class's logits
-are exactly its head applied to the hidden states.
+The class of `transformers` computes everything, also its KV cache. The loss is computed in chunks
+if the logits are exactly the head applied to the hidden states.
 
 Shape letters: B batch, T sequence, C width, V vocabulary.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-# Fields of a `config.json` that say nothing about the shape of the model.
+# Fields of a `config.json` that do not affect the shape of the model.
 NOT_SHAPE = (
     "architectures",
     "bos_token_id",
@@ -44,19 +44,22 @@ POSITIONS = (
     "n_ctx",
 )
 UNLIMITED = 2**20  # positions of a model without a limit, such as Mamba
-LARGE = 100.0  # a soft cap on logits shows at hidden states of this scale
+LARGE = 100.0  # scale of hidden states at which a soft cap on logits shows
 SAMPLE_VOCABULARY = 128
-LENGTHS = (11, 19)  # of the documents of two rows
-CROSSES = 1e-3  # of the error of a planted crossing, or of the logits' standard deviation
-ROUNDING = 1e-4  # of the logits' standard deviation: a planted crossing has to be larger
+LENGTHS = (11, 19)  # tokens of the documents in two trial rows
+# A crossing is an error above this share of a planted one, or of the logits' standard deviation.
+CROSSES = 1e-3
+# A planted crossing has to be larger than this share of the logits' standard deviation.
+ROUNDING = 1e-4
 
 
 @dataclass
 class AnyConfig(ModelConfig):
     """The shape of a model of `transformers`: the fields of its `config.json`.
 
-    `attention` is transformers' `attn_implementation`, None for the choice of the class. `note` says why none of the modules in
-    `models/` is taken. `hf` is the config of `transformers`, without special tokens.
+    `attention` is transformers' `attn_implementation`, None for the class's default. `note` says
+    why no module of `models/` is used. `hf` is the config of `transformers`, without special
+    tokens.
     """
 
     values: dict[str, Any]
@@ -68,9 +71,9 @@ class AnyConfig(ModelConfig):
         from transformers import CONFIG_MAPPING
 
         self.values = {name: v for name, v in self.values.items() if name not in NOT_SHAPE}
-        # A class's own ids may lie beyond the vocabulary, as Phi3's padding does.
-        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        self.hf = CONFIG_MAPPING[self.values["model_type"]].from_dict(self.values | ids)
+        # The ids of a class may lie beyond the vocabulary, as Phi3's padding token does.
+        no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        self.hf = CONFIG_MAPPING[self.values["model_type"]].from_dict(self.values | no_ids)
         self.architecture = self.hf.model_type
         self.vocab_size = self.hf.vocab_size
         positions = (getattr(self.hf, name, None) for name in POSITIONS)
@@ -79,7 +82,7 @@ class AnyConfig(ModelConfig):
         self.n_head = getattr(self.hf, "num_attention_heads", 0)
         self.n_embd = self.hf.hidden_size
         self.experts_per_token = getattr(self.hf, "num_experts_per_tok", None)
-        own = self.values.get("head_dim")  # of Gemma 4 the attribute is ambiguous
+        own = self.values.get("head_dim")  # the attribute is ambiguous in Gemma 4
         self.head_dim = own or self.n_embd // max(self.n_head, 1)
 
     @property
@@ -88,22 +91,27 @@ class AnyConfig(ModelConfig):
 
     @cached_property
     def has_plain_head(self) -> bool:
-        """Whether the class's logits are its head applied to the hidden states: without a bias, a scale, a soft cap."""
+        """Whether the logits are the head applied to the hidden states, see `plain_head`."""
         with unset_fake_temporarily():  # it computes, also while memory is estimated
             return plain_head(self)
 
     def changed(self, **values: Any) -> "AnyConfig":
         """Returns the shape with other values, such as another `vocab_size`."""
-        return AnyConfig({**self.values, **values}, self.attention, self.note)
+        return AnyConfig(self.values | values, self.attention, self.note)
 
     def by_layer(self) -> dict[str, list[Any]]:
         """Returns the fields with a value for each layer, such as `layer_types`."""
-        lists = {name: value for name, value in self.values.items() if isinstance(value, list)}
-        return {name: value for name, value in lists.items() if len(value) == self.n_layer}
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(value, list) and len(value) == self.n_layer
+        }
 
     def with_depth(self, n_layer: int) -> "AnyConfig":
-        """Returns the shape with its first `n_layer` layers; with all, if its config class refuses
-        fewer, as GPT-Neo's does."""
+        """Returns the shape with its first `n_layer` layers.
+
+        Returns the whole shape if its config class refuses fewer, as GPT-Neo's does.
+        """
         changed = copy.deepcopy(self.hf)
         for name, value in self.by_layer().items():
             setattr(changed, name, value[:n_layer])
@@ -114,16 +122,18 @@ class AnyConfig(ModelConfig):
             return self
 
     def sample(self) -> "AnyConfig":
-        """Returns the shape with a small vocabulary and its first layers, up to one of each kind,
-        without dropout: what the class computes is tried on it."""
-        # Which layers differ may also follow from their number.
+        """Returns a small shape on which to try what the class computes.
+
+        It has a small vocabulary, no dropout, and the first layers, up to one of each kind.
+        """
         kinds = [str(kind) for kind in zip(*self.by_layer().values(), strict=True)]
-        kinds = kinds or layer_structures(self) or [""]
+        if not kinds:  # a layer's kind may also follow from its number
+            kinds = layer_structures(self) or [""]
         shape = self.with_depth(max(kinds.index(kind) for kind in kinds) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
         sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
-        sample.hf.pad_token_id = 0  # RoBERTa's kind needs one
+        sample.hf.pad_token_id = 0  # RoBERTa and its relatives need one
         return sample
 
     def build_inner(self) -> "PreTrainedModel":
@@ -147,7 +157,10 @@ def layer_structures(shape: AnyConfig) -> list[str]:
 
 
 def random_model(shape: AnyConfig) -> "PreTrainedModel":
-    """Builds the class with random weights, on the CPU, in evaluation mode. Torch's random state does not change."""
+    """Builds the class with random weights, on the CPU, in evaluation mode.
+
+    Torch's random state does not change.
+    """
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(0)
         return shape.build_inner().eval()
@@ -155,7 +168,10 @@ def random_model(shape: AnyConfig) -> "PreTrainedModel":
 
 @torch.no_grad()
 def plain_head(shape: AnyConfig) -> bool:
-    """Whether the logits of a class are its head applied to the hidden states. Tries it on hidden states of a large scale."""
+    """Whether the logits are the head applied to the hidden states, without bias, scale, soft cap.
+
+    Tries it on hidden states of a large scale.
+    """
     model = random_model(shape.sample())
     head = model.get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None
@@ -180,7 +196,10 @@ def sees_later_tokens(shape: AnyConfig) -> bool:
 
 
 class Head(nn.Linear):
-    """The output head of a class. With `skipped` it returns its input: the class's forward then returns the hidden states."""
+    """The output head of a class.
+
+    With `skipped` it returns its input, so the class's forward returns the hidden states.
+    """
 
     skipped = False
 
@@ -192,8 +211,8 @@ class Head(nn.Linear):
 class AnyModel(LanguageModel):
     """A causal language model of `transformers`, `inner`, as a `LanguageModel`.
 
-    `chunked` says that the loss is computed in chunks. `aux_coefficient` is the weight of the load balancing loss of a mixture of
-    experts, 0 for other models.
+    `chunked` says that the loss is computed in chunks. `aux_coefficient` is the weight of the load
+    balancing loss of a mixture of experts, 0 for other models.
     """
 
     config: AnyConfig
@@ -221,7 +240,7 @@ class AnyModel(LanguageModel):
     def checkpoint_activations(self, enabled: bool) -> None:
         self._checkpoints = enabled
         if enabled:
-            old = self.inner.gradient_checkpointing_enable  # its name before transformers 5.20
+            old = self.inner.gradient_checkpointing_enable  # the name before transformers 5.20
             enable = getattr(self.inner, "activation_checkpointing_enable", old)
             enable({"use_reentrant": False})
 
@@ -230,8 +249,10 @@ class AnyModel(LanguageModel):
         if not self.adapter:
             self.inner.tie_weights()
         elif self.inner.config.tie_word_embeddings:  # peft may have replaced both modules
-            ends = self.inner.get_input_embeddings(), self.inner.get_output_embeddings()
-            embedding, head = (getattr(end, "original_module", end) for end in ends)
+            embedding = self.inner.get_input_embeddings()
+            head = self.inner.get_output_embeddings()
+            embedding = getattr(embedding, "original_module", embedding)
+            head = getattr(head, "original_module", head)
             head.weight = embedding.weight
 
     @property
@@ -253,13 +274,14 @@ class AnyModel(LanguageModel):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the logits, or the loss if there are `targets`, as `LanguageModel.forward` does.
 
-        `attention_mask` is (B, keys), True where a token is not padding, and `cache` a cache of the class. In training a mixture of
-        experts returns a pair: the loss plus `aux_coefficient` times the load balancing loss, and that loss, detached.
+        `attention_mask` is (B, keys), True where a token is not padding. `cache` is a cache of the
+        class. In training a mixture of experts returns a pair: the loss plus `aux_coefficient`
+        times the load balancing loss, and that loss, detached.
         """
         if documents is None and self.separator is not None and cache is None:
             documents = (input_ids == self.separator).cumsum(dim=1)
         if documents is not None:
-            # Positions that begin anew keep the documents apart; see `documents_cross`.
+            # Positions that restart keep the documents apart, see `documents_cross`.
             position_ids = document_positions(documents, self.config.n_positions)
         elif cache is None:
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many
@@ -277,38 +299,44 @@ class AnyModel(LanguageModel):
         options = {k: v for k, v in options.items() if v is not None and k in self.accepts}
         if self.chunked:
             head.skipped = chunked
-        found = self.inner(input_ids, **options)
-        out = found.logits[:, -logits_to_keep:]
+        outputs = self.inner(input_ids, **options)
+        logits = outputs.logits[:, -logits_to_keep:]  # hidden states if the head is skipped
         if targets is None:
-            return out
+            return logits
         if chunked:
             vocab_size = head.weight.shape[0]
-            loss = head_loss(out, head.weight, targets, vocab_size, reduction, z_loss)
+            loss = head_loss(logits, head.weight, targets, vocab_size, reduction, z_loss)
         else:
-            loss = logits_loss(out, targets, reduction, z_loss)
-        if not balanced or getattr(found, "aux_loss", None) is None:  # no experts
+            loss = logits_loss(logits, targets, reduction, z_loss)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        if not balanced or aux_loss is None:  # no experts
             return loss
-        loss, figure = loss if isinstance(loss, tuple) else (loss, found.aux_loss.detach())
-        return loss + self.aux_coefficient * found.aux_loss, figure
+        figure = aux_loss.detach()
+        if isinstance(loss, tuple):  # with z_loss
+            loss, figure = loss
+        return loss + self.aux_coefficient * aux_loss, figure
 
     def new_cache(self, slots: int = 0) -> "Cache | None":
-        """Returns an empty KV cache of the class, None if its forward takes none or one of its own
-        kind, or no positions, which padding needs."""
+        """Returns an empty KV cache of the class.
+
+        Returns None if its forward takes no `DynamicCache`, or no positions, which padding needs.
+        """
         from transformers import DynamicCache
 
-        takes = {"past_key_values", "position_ids"} <= self.accepts
         kind: Any = type(self.inner)
-        takes = takes and kind._supports_default_dynamic_cache()
-        return DynamicCache(config=self.inner.config) if takes else None
+        takes = {"past_key_values", "position_ids"} <= self.accepts
+        if not takes or not kind._supports_default_dynamic_cache():
+            return None
+        return DynamicCache(config=self.inner.config)
 
 
 def documents_cross(
     shape: AnyConfig, checkpoint_activations: bool = False, backend: str | None = None
 ) -> bool:
-    """Whether attention crosses from one document to the next although positions begin anew.
+    """Whether attention crosses from one document to the next although positions restart.
 
-    Compares two rows of different documents with the documents alone, in fp32 and in training mode, and the error with that of
-    positions that run on. `backend` is that of `torch.compile`, None for eager.
+    Compares two rows of documents with the documents alone, in fp32 and training mode, and the
+    error with that of positions that run on. `backend` is that of `torch.compile`, None for eager.
     """
     sample = shape.sample()
     model = AnyModel(sample, random_model(sample)).train()
@@ -330,5 +358,5 @@ def documents_cross(
 
 
 def keeps_documents_apart(shape: ModelConfig) -> bool:
-    """Whether a model of this shape keeps several documents in a row apart, as the modules in `models/` do."""
+    """Whether a model of this shape keeps documents in a row apart, as modules of `models/` do."""
     return not (isinstance(shape, AnyConfig) and documents_cross(shape))

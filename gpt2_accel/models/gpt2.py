@@ -1,11 +1,12 @@
 """GPT-2 as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
-The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019) as OpenAI
-released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head tied to the token
-embedding. Names follow Hugging Face's GPT-2, so that conversion (`hf/gpt2.py`) is four transposes per block.
+The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al.,
+2019) as OpenAI released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the
+output head tied to the token embedding. Names follow Hugging Face's GPT-2, so conversion
+(`hf/gpt2.py`) is four transposes per block.
 
-`kernels/` has faster versions of attention and the loss, which `parts.py` calls beside the plain PyTorch that they replace.
-`GPT2_ACCEL_KERNELS=off` turns them off.
+`parts.py` calls the faster attention and loss of `kernels/`, beside the plain PyTorch that they
+replace. `GPT2_ACCEL_KERNELS=off` turns them off.
 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded).
 """
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """The shape of a GPT-2; the defaults are the 124M model. Field names are those of HF's `config.json`.
+    """The shape of a GPT-2; the defaults are the 124M model. Fields are named as in `config.json`.
 
-    `dropout` is the rate of the embedding, attention and residual dropouts. `bias=False` removes the biases of all
-    Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's approximation, or `none`, the exact
-    function, with which nanoGPT trains.
+    `dropout` is the rate of the embedding, attention and residual dropouts. `bias=False` removes
+    the biases of all Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's
+    approximation, or `none`, the exact function, which nanoGPT uses.
 
-    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout` is
-    not in [0, 1), or `gelu` is neither `tanh` nor `none`.
+    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout`
+    is not in [0, 1), or `gelu` is neither `tanh` nor `none`.
     """
 
     architecture = "gpt2"
@@ -66,10 +67,13 @@ class GPTConfig(ModelConfig):
     @classmethod
     def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "GPTConfig":
         """Returns the shape that a `TrainConfig` describes."""
+        n_layer, n_head, n_embd = layers_heads_width(settings)
         return cls(
             vocab_size,
             settings.n_positions,
-            *layers_heads_width(settings),
+            n_layer,
+            n_head,
+            n_embd,
             bias=settings.bias,
             dropout=settings.dropout,
         )
@@ -82,7 +86,7 @@ CONFIG = GPTConfig
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that computes in the dtype of its input, also if FSDP2 gathers its weights in bf16."""
+    """`nn.LayerNorm` in the dtype of its input, also if FSDP2 gathers its weights in bf16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, C) -> (…, C)."""
@@ -111,18 +115,21 @@ class CausalSelfAttention(nn.Module):
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C).
 
-        `mask`, (B, 1, T, keys) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
-        `past` holds the keys and values of the tokens before."""
+        `mask` is a `BlockMask`, or (B, 1, T, keys) bool, True where attended. None is the causal
+        mask. `past` holds the keys and values of the tokens before.
+        """
         B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, D)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        heads = (B, T, self.n_head, C // self.n_head)
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(heads).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(heads).transpose(1, 2)
+        v = v.view(heads).transpose(1, 2)
         if past is not None:
             k, v = past.update(k, v)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, dropout).transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        y = attend(q, k, v, mask, dropout)  # (B, H, T, D)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return F.dropout(y, self.dropout, self.training)
 
 
 class MLP(nn.Module):
@@ -142,7 +149,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
+    """A transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

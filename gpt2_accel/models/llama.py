@@ -1,11 +1,12 @@
 """Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
-The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
-arXiv:2302.13971) as Hugging Face has it (`LlamaForCausalLM`), which SmolLM2 and TinyLlama use: pre-RMSNorm
-blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head that is tied to the token embedding
-or not. Names are Hugging Face's below `model.`, so conversion changes no tensor but for vocabulary padding.
+The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al.,
+2023, arXiv:2302.13971) as in Hugging Face's `LlamaForCausalLM`, which SmolLM2 and TinyLlama use:
+pre-RMSNorm blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head
+that may be tied to the token embedding. Names are Hugging Face's below `model.`, so conversion
+changes nothing but vocabulary padding.
 
-Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary (padded).
+Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class LlamaConfig(ModelConfig):
-    """The shape of a Llama; the defaults are SmolLM2-135M's. The names are those of `GPTConfig` where both have the size.
+    """The shape of a Llama; the defaults are SmolLM2-135M's. Sizes are named as in `GPTConfig`.
 
-    `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend on the width
-    `n_embd`. `n_inner` is the width of the MLP. `rope_theta` is the base of the rotary frequencies,
-    `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
+    `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend
+    on the width `n_embd`. `n_inner` is the width of the MLP, `rope_theta` the base of the rotary
+    frequencies, `norm_eps` RMSNorm's epsilon. `tied` makes the token embedding the output head too.
 
-    Raises `ValueError` if a size is not positive, `n_head` is not a multiple of `n_kv_head`, `head_dim` is odd, or
-    `rope_theta` or `norm_eps` is not positive.
+    Raises `ValueError` if a size, `rope_theta` or `norm_eps` is not positive, `n_head` is not a
+    multiple of `n_kv_head`, or `head_dim` is odd.
     """
 
     architecture = "llama"
@@ -67,24 +68,24 @@ class LlamaConfig(ModelConfig):
         if self.n_head % self.n_kv_head:
             raise ValueError(
                 f"n_head ({self.n_head}) is not a multiple of n_kv_head ({self.n_kv_head}): "
-                "choose it as one"
+                "choose a multiple"
             )
         if self.head_dim % 2:
             raise ValueError(
                 f"head_dim ({self.head_dim}) is odd, but rotary positions turn pairs of channels: "
-                "choose an even one"
+                "choose an even number"
             )
 
     @classmethod
     def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
-        Layers, heads and width are those of `layers_heads_width`; `proportions` gives the rest. The rotary base is 10,000 (Su et al.,
-        2021, arXiv:2104.09864), for contexts of a few thousand tokens; the larger ones of published models are for
-        longer contexts.
+        Layers, heads and width come from `layers_heads_width`, the rest from `proportions`. The
+        rotary base is 10,000 (Su et al., 2021, arXiv:2104.09864), for contexts of a few thousand
+        tokens; published models have larger ones for longer contexts.
 
-        Raises `ValueError` for a width that the heads do not divide, and for dropout, which the architecture does not
-        have.
+        Raises `ValueError` if the heads do not divide the width, and for dropout, which the
+        architecture does not have.
         """
         cls.check_dropout(settings.dropout)
         n_layer, n_head, n_embd = layers_heads_width(settings, cls.depth_head)
@@ -110,8 +111,8 @@ class LlamaConfig(ModelConfig):
     def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
         """Returns the heads of keys and values, and the MLP's width, of a new model.
 
-        A third as many heads (all of a number that 3 does not divide) and 8/3 of the width are SmolLM2-135M's and
-        -360M's. The 8/3 are from the Llama paper, section 2.2; they are rounded up to a multiple of 64.
+        As in SmolLM2-135M and -360M, a third as many heads (all if 3 does not divide them) and 8/3
+        of the width, rounded up to a multiple of 64. The 8/3 are from the Llama paper, section 2.2.
         """
         n_kv_head = n_head // 3 if n_head % 3 == 0 else n_head
         return n_kv_head, round_up(ceil_div(8 * n_embd, 3), 64)
@@ -146,8 +147,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_head * D, C, bias=False)
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x: (B, T, C) -> queries (B, T, H, D), keys and values (B, T, K, D), before the rotation."""
-        split = (*x.shape[:2], -1, self.config.head_dim)
+        """x: (B, T, C) -> queries (B, T, H, D), keys and values (B, T, K, D), not yet rotated."""
+        B, T, _ = x.shape
+        split = (B, T, -1, self.config.head_dim)
         return self.q_proj(x).view(split), self.k_proj(x).view(split), self.v_proj(x).view(split)
 
     def positioned(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -163,11 +165,14 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
 
-        `mask`, (B, 1, T, keys) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
-        `past` holds the keys and values of the tokens before."""
+        `mask` is a `BlockMask`, or (B, 1, T, keys) bool, True where attended. None is the causal
+        mask. `past` holds the keys and values of the tokens before.
+        """
         B, T, _ = x.shape
-        q, k, v = (part.transpose(1, 2) for part in self.heads(x))  # (B, H, T, D), (B, K, T, D)
-        q, k = self.positioned(q, *angles), self.positioned(k, *angles)
+        q, k, v = self.heads(x)
+        q = self.positioned(q.transpose(1, 2), *angles)  # (B, H, T, D)
+        k = self.positioned(k.transpose(1, 2), *angles)  # (B, K, T, D)
+        v = v.transpose(1, 2)
         if past is not None:
             k, v = past.update(k, v)
         y = attend(q, k, v, mask)
@@ -175,7 +180,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
+    """A transformer layer: attention, then MLP, each pre-normalised, with a residual connection."""
 
     def __init__(self, config: LlamaConfig, attention: type[Attention], mlp: type[nn.Module]):
         super().__init__()

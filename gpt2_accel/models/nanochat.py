@@ -1,6 +1,6 @@
 """nanochat's model, a `models/llama.py` with other norms, rotation, MLP and logits.
 
-The architecture is that of karpathy/nanochat as Hugging Face has it (`NanoChatForCausalLM`).
+The architecture is that of karpathy/nanochat as in Hugging Face's `NanoChatForCausalLM`.
 Differences from Llama:
 - no norm has weights, and the token embedding is normalised too;
 - the rotation turns by the negative angle, and queries and keys are normalised after it;
@@ -24,9 +24,8 @@ from gpt2_accel.models.parts import rms_norm, rotate
 class NanochatConfig(llama.LlamaConfig):
     """The shape of a nanochat; the defaults are those of karpathy/nanochat-d32.
 
-    Fields and errors are those of `LlamaConfig`, and `soft_cap`: logits become
-    `soft_cap` · tanh(logits / `soft_cap`), None does not cap them. Raises `ValueError` if it is not
-    positive.
+    It has the fields and errors of `LlamaConfig`, and `soft_cap`: logits become `soft_cap` ·
+    tanh(logits / `soft_cap`); None does not cap them. Raises `ValueError` if it is not positive.
     """
 
     architecture = "nanochat"
@@ -49,7 +48,8 @@ class NanochatConfig(llama.LlamaConfig):
     def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
         """Returns the heads of keys and values, and the MLP's width, of a new model.
 
-        All heads, and four times the width, are nanochat's."""
+        As in nanochat, all heads and four times the width.
+        """
         return n_head, 4 * n_embd
 
     def norm(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What the architectures share: embeddings, norms, positions, rotary angles, attention, the document mask, the loss.
+"""The parts that architectures share: embedding, norms, positions, attention, masks, the loss.
 
 Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vocabulary (padded).
 """
@@ -26,7 +26,7 @@ class Past(Protocol):
 
 
 class Embedding(nn.Embedding):
-    """`torch.nn.Embedding`, not initialized on the meta device, where torch would import its compiler for that."""
+    """`torch.nn.Embedding`, not initialized on the meta device: torch would import its compiler."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
@@ -34,9 +34,11 @@ class Embedding(nn.Embedding):
 
 
 def rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Root-mean-square normalisation over the last dimension (Zhang, Sennrich, 2019, arXiv:1910.07467).
+    """Root-mean-square normalisation over the last dimension (Zhang, Sennrich, 2019,
+    arXiv:1910.07467).
 
-    x: (…, size), weight: (size,) -> (…, size), in the dtype of x, also if autocast uses fp32."""
+    x: (…, size), weight: (size,) -> (…, size), in the dtype of x, also if autocast uses fp32.
+    """
     return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
 
 
@@ -49,17 +51,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (…, size) -> (…, size), in the dtype of x, also if FSDP2 gathers the weight in bf16."""
+        """x: (…, size) -> the same, in its dtype, also if FSDP2 gathers the weight in bf16."""
         return rms_norm(x, self.eps, self.weight.to(x.dtype))
 
 
 def rotary_angles(
     position_ids: torch.Tensor, head_dim: int, theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
+    """Returns cosines and sines of rotary positions (Su et al., 2021, arXiv:2104.09864).
 
-    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channel i and channel i + D/2
-    turn together, by theta^(-2i/D) per position.
+    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channels i and i + D/2 are a pair
+    that turns by theta^(-2i/D) per position.
     """
     steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (steps / head_dim)  # (D/2,)
@@ -69,7 +71,8 @@ def rotary_angles(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns queries or keys by their positions' angles. x: (B, H, T, D) -> the same, in its dtype."""
+    """Rotates queries or keys by the angles of their positions. x: (B, H, T, D) -> the same, in the
+    dtype of x."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -89,24 +92,24 @@ class SwiGLU(nn.Module):
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask | None,
-    dropout: float = 0.0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None, dropout: float = 0.0
 ) -> torch.Tensor:
-    """Returns softmax(q · k / sqrt(D)) · v. q: (B, H, T, D); k, v: (B, H or fewer, T, D) -> (B, H, T, D).
+    """Returns softmax(q · k / sqrt(D)) · v.
 
-    `mask`, (B, 1, T, T) bool, is True where attended; it may also be a `BlockMask`. None is the causal mask.
+    q: (B, H, T, D); k, v: (B, H or fewer, T, D) -> (B, H, T, D). `mask` is a `BlockMask`, or
+    (B, 1, T, T) bool, True where attended. None is the causal mask.
     """
     if isinstance(mask, BlockMask):
         return attention.block_attention(q, k, v, mask)
-    causal, groups = mask is None, q.shape[1] // k.shape[1]
-    grouped = False  # not `groups > 1`: torch 2.11 breaks the graph at a comparison of dynamic sizes as an argument
+    causal = mask is None
+    groups = q.shape[1] // k.shape[1]
+    # Not `groups > 1`: torch 2.11 breaks the graph if a comparison of dynamic sizes is an argument.
+    grouped = False
     if groups > 1:
         grouped = attention.takes_groups(q, mask)
         if not grouped:
-            k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
     dtype = q.dtype
     if attention.in_fp32(q):
         q, k, v = q.float(), k.float(), v.float()
@@ -118,8 +121,10 @@ def attend(
 
 
 def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tensor:
-    """Returns the positions of a sequence's tokens: (B, T) -> (T,) int64. Raises `ValueError` if T exceeds
-    `n_positions`."""
+    """Returns the positions of a sequence's tokens: (B, T) -> (T,) int64.
+
+    Raises `ValueError` if T exceeds `n_positions`.
+    """
     T = input_ids.shape[1]
     if T > n_positions:
         raise ValueError(
@@ -130,9 +135,10 @@ def sequence_positions(input_ids: torch.Tensor, n_positions: int) -> torch.Tenso
 
 
 def document_positions(documents: torch.Tensor, n_positions: int) -> torch.Tensor:
-    """Returns the position of each token in its document: documents (B, T), which never fall along a row -> (B, T) int64.
+    """Returns the position of each token in its document, (B, T) int64.
 
-    Raises `ValueError` if T exceeds `n_positions`.
+    documents: (B, T), the number of each token's document, which never falls along a row. Raises
+    `ValueError` if T exceeds `n_positions`.
     """
     place = sequence_positions(documents, n_positions)
     begins = torch.zeros_like(documents, dtype=torch.bool)
@@ -143,7 +149,7 @@ def document_positions(documents: torch.Tensor, n_positions: int) -> torch.Tenso
 def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """Returns the causal mask that does not cross document boundaries.
 
-    documents: (B, T), the number of each token's document, which never falls along a row -> (B, 1, T, T) bool, True where
+    documents: (B, T), the number of each token's document -> (B, 1, T, T) bool, True where
     attended.
     """
     same = documents[:, :, None] == documents[:, None, :]
@@ -161,18 +167,20 @@ def head_loss(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
-    x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or with `reduction` "none"
-    (B, T). With `z_loss` it is the pair of `LanguageModel.forward`. `soft_cap` is that of
-    `cross_entropy.capped`.
+    x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or
+    (B, T) with `reduction` "none". With `z_loss` it is a pair, as in `LanguageModel.forward`.
+    `soft_cap` limits the logits, see `cross_entropy.capped`.
     """
     if z_loss and reduction == "none":
         raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")
-    x, flat = x.flatten(0, 1), targets.flatten()
+    x = x.flatten(0, 1)
+    flat = targets.flatten()
     counts = flat != -100
     # In chat most targets are ignored. A GPU would have to wait for their number.
     chosen = can_be_read(counts) and not counts.all()
     if chosen:
-        x, flat = x[counts], flat[counts]
+        x = x[counts]
+        flat = flat[counts]
     if cross_entropy.applies(x, weight):
         loss = cross_entropy.linear_cross_entropy(
             x,
@@ -184,8 +192,8 @@ def head_loss(
             soft_cap=soft_cap,
         )
     else:
-        # The product includes the padding rows, which is the faster shape. A bias of -inf takes them out of the
-        # softmax without another copy of the logits.
+        # The product includes the padding rows, which is the faster shape. A bias of -inf removes
+        # them from the softmax without another copy of the logits.
         bias = x.new_zeros(len(weight))
         bias[vocab_size:] = -math.inf
         logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
@@ -198,8 +206,10 @@ def head_loss(
 
 
 def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor's values without waiting for a device: not while the
-    compiler or a `FakeTensorMode` traces."""
+    """Whether the host can read a tensor's values without waiting for a device.
+
+    It cannot while the compiler or a `FakeTensorMode` traces.
+    """
     traced = torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
     return tensor.device.type == "cpu" and not traced
 
@@ -207,7 +217,10 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 def logits_loss(
     logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", z_loss: float = 0.0
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cross-entropy of logits, as `head_loss` does. logits: (B·T, V) or (B, T, V), targets: (B, T)."""
+    """Returns the cross-entropy of logits, as `head_loss` does.
+
+    logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T).
+    """
     flat = targets.flatten()
     logits = logits.flatten(0, -2)
     loss = F.cross_entropy(logits, flat, reduction=reduction)

@@ -1,7 +1,7 @@
 """Qwen3, a `models/llama.py` that normalises queries and keys.
 
-The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as Hugging Face has it
-(`Qwen3ForCausalLM`). Shape letters as in `models/llama.py`.
+The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as in
+Hugging Face's `Qwen3ForCausalLM`. Shape letters as in `models/llama.py`.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gpt2_accel.models.parts import RMSNorm
 
 @dataclass
 class Qwen3Config(llama.LlamaConfig):
-    """The shape of a Qwen3; the defaults are Qwen3-0.6B's. Fields and errors are those of `LlamaConfig`."""
+    """The shape of a Qwen3, with the fields of `LlamaConfig`; the defaults are Qwen3-0.6B's."""
 
     architecture = "qwen3"
 
@@ -34,8 +34,10 @@ class Qwen3Config(llama.LlamaConfig):
     def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
         """Returns the heads of keys and values, and the MLP's width, of a new model.
 
-        Half as many heads (all of an odd number) and three times the width are Qwen3-0.6B's."""
-        return n_head // 2 if n_head % 2 == 0 else n_head, 3 * n_embd
+        As in Qwen3-0.6B, half as many heads (all if they are odd) and three times the width.
+        """
+        n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
+        return n_kv_head, 3 * n_embd
 
     def build(self) -> "Qwen3":
         return Qwen3(self)
@@ -45,7 +47,8 @@ CONFIG = Qwen3Config
 
 
 class Attention(llama.Attention):
-    """Llama's attention with an RMSNorm of each head's queries and keys (Dehghani et al., 2023, arXiv:2302.05442)."""
+    """Llama's attention with an RMSNorm of queries and keys (Dehghani et al., 2023,
+    arXiv:2302.05442)."""
 
     def __init__(self, config: Qwen3Config):
         super().__init__(config)

@@ -1,9 +1,9 @@
 """The optimizer of a model, and the schedules of the learning rate and the batch size.
 
-Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer, so a resume needs
-only the step, and there is no scheduler object to prepare or to save.
+Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer,
+so a resume needs only the step, and there is no scheduler to prepare or to save.
 
-The settings of a run import this module, so the functions that need torch import it themselves: `--help` need not wait.
+`config.py` imports this module, so functions import torch themselves: `--help` need not wait.
 """
 
 import math
@@ -33,13 +33,13 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of update `step`, which counts from 0.
 
-    `step` counts updates of the full batch. It may be a fraction: during a batch-size ramp, and after a resume with another
-    batch size. So the rate is a function of the tokens.
+    `step` counts updates of the full batch. It is a fraction during a batch-size ramp and after a
+    resume with another batch size, so the rate is a function of the tokens.
 
     Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
     - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
-    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their 1 - sqrt decay over the
-      last `decay_share` of all steps;
+    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their
+      1 - sqrt decay over the last `decay_share` of all steps;
     - `constant`.
     """
     if step < warmup_steps:
@@ -57,14 +57,16 @@ def learning_rate(
 
 
 class BatchSchedule:
-    """The batch size of each update in sequences, from update `step` on, before which the run has seen `seen` sequences.
+    """The batch size of each update in sequences, from update `step` on, after `seen` sequences.
 
-    It is `full`, or with `ramp` grows linearly from `start` to `full` over the first `ramp` sequences, in multiples of
-    `start`, which divides `full` (as in GPT-3: Brown et al., 2020, arXiv:2005.14165, appendix B, from 32k tokens over the
-    first 4 to 12 billion). It is a function of the sequences seen, so a resume goes on with the same batches.
+    It is `full`, or with `ramp` grows linearly from `start` to `full` over the first `ramp`
+    sequences, in multiples of `start`, which divides `full` (as in GPT-3: Brown et al., 2020,
+    arXiv:2005.14165, appendix B, from 32k tokens over the first 4 to 12 billion). It is a function
+    of the sequences seen, so a resumed run has the same batches.
 
-    `updates` is the number of updates, from the start of the run, that see `total` sequences. With a ramp the last one may be
-    smaller, so that it does not exceed them. Without one it is full, also where a resume has another batch size.
+    `updates` is the number of updates, from the start of the run, that see `total` sequences. With
+    a ramp the last update may be smaller, to end at `total`. Without a ramp it is full, also after
+    a resume with another batch size.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class BatchSchedule:
         step: int = 0,
         seen: int = 0,
     ):
-        self.full, self.step = full, step
+        self.full = full
+        self.step = step
         left = max(0, total - seen)
         left = left - left % start if ramp else round_up(left, full)
         self.end = seen + left
@@ -90,7 +93,7 @@ class BatchSchedule:
         self.updates = self.ramped + ceil_div(self.end - seen, full)
 
     def first(self, step: int) -> int:
-        """Returns the number of sequences before update `step`, which must not precede the schedule's first."""
+        """Returns the number of sequences before update `step`."""
         assert step >= self.step, (step, self.step)
         if step < self.ramped:
             return self.firsts[step - self.step]
@@ -102,31 +105,37 @@ class BatchSchedule:
 
 
 def halved(size: int, total: int) -> int:
-    """Halves the micro-batch `size` until it divides `total` sequences. Halving keeps the number of compiled shapes
-    small."""
+    """Halves the micro-batch `size` until it divides `total` sequences.
+
+    Halving keeps the number of compiled shapes small.
+    """
     while total % size:
         size = max(size // 2, 1)
     return size
 
 
 def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: float) -> None:
-    """Writes the learning rate into the parameter groups. `value` is that of a group whose rate was `peak` when the optimizer
-    was built; other groups keep their ratio to it."""
+    """Writes the learning rate into the parameter groups.
+
+    A group that the optimizer was built with at the rate `peak` gets `value`. Other groups keep
+    their ratio to it.
+    """
     for group in optimizer.param_groups:
         first = group.setdefault("initial_lr", group["lr"])
         group["lr"] = value if first == peak else value * (first / (peak or 1))
 
 
 def set_training(optimizer: "torch.optim.Optimizer", training: bool) -> None:
-    """Puts an optimizer that has modes, such as a schedule-free one, into training or evaluation mode."""
+    """Puts an optimizer that has modes, such as a schedule-free one, into one of them."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
-    if switch := getattr(optimizer, "train" if training else "eval", None):
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if switch is not None:
         switch()
 
 
 @contextmanager
 def evaluating_optimizer(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
-    """Runs the block with the optimizer in evaluation mode, in which the model holds the weights to use."""
+    """Runs the block in the optimizer's evaluation mode: the model has the weights to use."""
     set_training(optimizer, False)
     try:
         yield
@@ -143,11 +152,11 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> "torch.optim.Optimizer":
-    """Builds the optimizer of the parameters that are trained. `adamw` is fused AdamW; `muon` is Muon for the matrices of the
-    blocks and AdamW for the other parameters.
+    """Builds the optimizer of the parameters that are trained.
 
-    Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains (as in the GPT-3 paper and
-    nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
+    `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the other
+    parameters. Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains
+    (as in the GPT-3 paper and nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
 
     Raises `ValueError` for an unknown `name`.
     """
@@ -157,14 +166,19 @@ def build_optimizer(
 
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     hidden = dict(hidden_matrices(model)) if name == "muon" else {}
-    others = [(n, p) for n, p in trained if n not in hidden]
     groups: list[dict[str, Any]] = [
-        {"params": [(n, p) for n, p in trained if n in hidden], "muon": True},
-        {"params": [(n, p) for n, p in others if p.ndim >= 2]},
-        {"params": [(n, p) for n, p in others if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [], "muon": True},
+        {"params": []},
+        {"params": [], "weight_decay": 0.0},
     ]
+    for key, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        number = 2 if parameter.ndim < 2 else 1
+        if key in hidden:
+            number = 0
+        groups[number]["params"].append((key, parameter))
     groups = [group for group in groups if group["params"]]  # torch refuses an empty one
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True)
@@ -173,11 +187,15 @@ def build_optimizer(
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
-    """Returns the parameters that Muon updates: all matrices except the embeddings and the output head, of a class of
-    `transformers` those of `matrices_of_units`."""
+    """Returns the parameters that Muon updates, with their names.
+
+    They are all matrices except the embeddings and the output head, or `matrices_of_units` for a
+    class of `transformers`.
+    """
     from torch import nn
 
-    if units := getattr(model, "_no_split_modules", None):
+    units = getattr(model, "_no_split_modules", None)
+    if units:
         return matrices_of_units(model, units)
     others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     others.add(id(getattr(model, "head_weight", None)))
@@ -188,23 +206,30 @@ def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
 def matrices_of_units(
     model: "nn.Module", units: Collection[str]
 ) -> list[tuple[str, "nn.Parameter"]]:
-    """Returns the weights of the linear layers inside the modules of these class names, and their experts, (experts, rows,
-    columns). Routers and gates of experts are not among them, nor adapters."""
+    """Returns the matrices in the modules whose class is one of `units`, with their names.
+
+    They are the weights of linear layers and of experts, (experts, rows, columns), without the
+    routers and gates of experts, and without adapters.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    inside = [
-        f"{name}." for name, module in model.named_modules() if type(module).__name__ in units
-    ]
-    linear = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and not name.endswith(("gate", "router", "lora_A.default", "lora_B.default"))
-    }
+    left_out = ("gate", "router", "lora_A.default", "lora_B.default")
+    insides: list[str] = []
+    linear = set()
+    for name, module in model.named_modules():
+        if type(module).__name__ in units:
+            insides.append(f"{name}.")
+        if isinstance(module, (nn.Linear, Conv1D)) and not name.endswith(left_out):
+            linear.add(f"{name}.weight")
     found = []
     for name, parameter in model.named_parameters():
-        expert = parameter.ndim == 3 and "experts." in name
-        if name.startswith(tuple(inside)) and (name in linear or expert):
+        matrix = name in linear or is_expert(name, parameter)
+        if matrix and name.startswith(tuple(insides)):
             found.append((name, parameter))
     return found
+
+
+def is_expert(name: str, parameter: "torch.Tensor") -> bool:
+    """Whether a parameter holds a matrix for each expert, (experts, rows, columns)."""
+    return parameter.ndim == 3 and "experts." in name

@@ -13,18 +13,20 @@ from gpt2_accel.runtime.device import has_bf16, is_shard
 class Muon(torch.optim.AdamW):
     """Muon for the parameter groups marked `"muon": True`, fused AdamW for the others.
 
-    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's momentum
-    by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is scaled by
-    0.2·sqrt(max(rows, columns)), the size of an AdamW update, so that Muon and AdamW share one learning rate and
-    weight decay (`match_rms_adamw`; Liu et al., 2025, arXiv:2502.16982). The result equals `torch.optim.Muon`;
-    matrices of one shape go through the iteration in one batch. A parameter of three dimensions is a matrix for each expert.
+    Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) replaces a matrix's
+    momentum by the nearest semi-orthogonal matrix, found by Newton-Schulz iteration. The update is
+    scaled by 0.2·sqrt(max(rows, columns)), the size of an AdamW update, so that Muon and AdamW
+    share one learning rate and weight decay (`match_rms_adamw`; Liu et al., 2025,
+    arXiv:2502.16982). The result equals `torch.optim.Muon`; matrices of one shape go through the
+    iteration in one batch. A parameter of three dimensions is a matrix for each expert.
 
-    `stacked` gives the number of equal matrices that a parameter, by its name, stacks along its rows, such as 3 for queries,
-    keys and values. Muon updates each of them separately, with the scale of its own shape.
+    `stacked` maps a parameter's name to the number of equal matrices that it stacks along its rows,
+    such as 3 for queries, keys and values. Muon updates each of them separately, with the scale of
+    its own shape.
 
-    Each rank orthogonalizes its share of the matrices. With DDP the results are gathered. With FSDP2, which shards each
-    matrix by its rows, the ranks exchange rows for whole matrices and back (as Dion does, Ahn et al., 2025, arXiv:2504.05295),
-    within each replica if there are several.
+    Each rank orthogonalizes a part of the matrices. With DDP the results are gathered. FSDP2 shards
+    each matrix by its rows: the ranks exchange rows for full matrices and back (as Dion does, Ahn
+    et al., 2025, arXiv:2504.05295), within each replica if there are several.
     """
 
     momentum = 0.95
@@ -34,7 +36,7 @@ class Muon(torch.optim.AdamW):
         self.stacked = stacked or {}
         for group in self.param_groups:
             group.setdefault("muon", False)
-        # Only AdamW's fused kernel can read a GradScaler's overflow flag; the scaler decides for both optimizers.
+        # Only AdamW's fused kernel can read a GradScaler's overflow flag. It decides for both.
         self._step_supports_amp_scaling = False
 
     def __setstate__(self, state: dict) -> None:
@@ -56,7 +58,10 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def muon_step(self, group: dict) -> None:
-        """Updates the matrices of `group`, those of one shape in one batch: a CPU is slow at many small products."""
+        """Updates the matrices of `group`, those of one shape in one batch.
+
+        A CPU is slow at many small products.
+        """
         batches: dict[tuple, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.grad is None:
@@ -92,10 +97,12 @@ class Muon(torch.optim.AdamW):
 
 
 def own_part(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns this rank's rows of a tensor that FSDP2 has sharded, (1, rows, columns), of experts (1, experts, rows, columns).
+    """Returns a view of this rank's part of a parameter, as a batch of matrices.
 
-    Of any other tensor returns the `count` matrices that it stacks, (count, fewer, more): tall ones are transposed. Both
-    share their memory with the tensor."""
+    For a tensor that FSDP2 has sharded it has this rank's rows, (1, rows, columns), or experts,
+    (1, experts, rows, columns). For others it has the `count` matrices that the tensor stacks,
+    (count, fewer, more): tall ones are transposed.
+    """
     if is_shard(tensor):
         return tensor.to_local()[None]
     matrices = tensor.view(count, -1, tensor.shape[-1])
@@ -103,7 +110,7 @@ def own_part(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
-    """Orthogonalizes matrices that are equal on all ranks: each rank takes a share, the results are gathered.
+    """Orthogonalizes matrices that are equal on all ranks: each rank a part, then all gather.
 
     matrices: (N, rows, columns) -> the same shape.
     """
@@ -124,11 +131,11 @@ def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
 def orthogonalize_rows(
     shards: torch.Tensor, rows: int, count: int, team: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Orthogonalizes matrices whose rows are sharded over the ranks of `team`. Each rank receives
-    whole matrices and sends their new rows back.
+    """Orthogonalizes matrices whose rows are sharded over the ranks of `team`.
 
-    shards: (N, this rank's rows, columns), of matrices with `rows` rows, each a stack of `count` -> the same shape. The rows
-    are divided as by `torch.chunk`; a rank may have none.
+    Each rank receives some full matrices and sends their new rows back. shards: (N, this rank's
+    rows, columns) -> the same shape. The matrices have `rows` rows, each a stack of `count`. The
+    rows are divided as by `torch.chunk`; a rank may have none.
     """
     ranks = team.size()
     rank = team.rank()
@@ -141,18 +148,20 @@ def orthogonalize_rows(
     received = [owned[rank] * height * columns for height in heights]
     pieces = exchange(shards.flatten(), sent, received, team)
     shapes = [(owned[rank], height, columns) for height in heights]
-    whole = torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim=1)
-    if len(whole):
-        whole = orthogonalize(whole, count)
-    back = torch.cat([piece.flatten() for piece in whole.split(heights, dim=1)])
+    full = torch.cat([p.view(s) for p, s in zip(pieces, shapes, strict=True)], dim=1)
+    if len(full):
+        full = orthogonalize(full, count)
+    back = torch.cat([piece.flatten() for piece in full.split(heights, dim=1)])
     return torch.cat(exchange(back, received, sent, team)).view(shards.shape)
 
 
 def exchange(
     data: torch.Tensor, sent: list[int], received: list[int], team: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """Sends the parts of `data`, of the sizes `sent`, to the ranks of `team`; returns the parts
-    that they send, of the sizes `received`."""
+    """Sends parts of `data`, of the sizes `sent`, to the ranks of `team`.
+
+    Returns the parts that they send, of the sizes `received`.
+    """
     found = data.new_empty(sum(received))
     dist.all_to_all_single(found, data, received, sent, team)
     return list(found.split(received))
@@ -161,17 +170,16 @@ def exchange(
 def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> torch.Tensor:
     """Approximates the nearest semi-orthogonal matrix of each matrix.
 
-    Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024. Singular values above 0.2% of the
-    matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random square matrices have, grow by a factor
-    of up to 485 and may stay below 0.5.
+    Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024. Singular values
+    above 0.2% of the matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random
+    square matrices have, grow by a factor of up to 485 and may stay below 0.5.
 
-    matrices: (N, rows, columns) or (N, experts, rows, columns), any float dtype, each a stack of `count` along its rows -> the
-    same shape, in bf16 (fp32 on a CPU without bf16 units).
+    matrices: (N, rows, columns) or (N, experts, rows, columns), any float dtype, each a stack of
+    `count` along its rows -> the same shape, in `iteration_dtype`.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(iteration_dtype(matrices.device)).view(
-        len(matrices) * count, -1, matrices.shape[-1]
-    )
+    x = matrices.to(iteration_dtype(matrices.device))
+    x = x.view(len(matrices) * count, -1, matrices.shape[-1])
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
