@@ -1,4 +1,7 @@
-"""The model that a run starts with: a new one, or that of a checkpoint, a directory or the Hub; whether it fits the data."""
+"""The model that a run starts with: new, or from a checkpoint, a directory or the Hub.
+
+Checks that it fits the data and the settings.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -37,34 +40,20 @@ def build_model(
     checkpoint: Path | None,
     given: "torch.nn.Module | NewModel | None",
 ) -> LanguageModel:
-    """Builds a new model, or loads the model of `checkpoint`, else of `config.init_from`. `given` is the user's, which gets
-    their weights.
+    """Builds a new model, or loads that of `checkpoint`, else of `config.init_from`.
 
-    `tokenizer` is the data's. Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
+    `given` is the user's model, which gets their weights. Raises `ValueError` if the model does not
+    fit `tokenizer`, the data's, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):
         raise ValueError(NEEDS_MODEL)
-    if given is None or isinstance(given, torch.nn.Module):
-        built: object = given
-    else:
-        built = given(config, tokenizer)
-    shaped = isinstance(getattr(built, "config", None), ModelConfig)
-    if given is not None and not (isinstance(built, torch.nn.Module) and shaped):
-        raise ValueError(
-            f"the model is a {type(built).__name__}, not a module whose config is a ModelConfig: give what docs/change.md lists"
-        )
-    own = cast("LanguageModel | None", built)  # it has what `Trainable` names
-    wanted = config.architecture
-    if own is not None and wanted in ARCHITECTURES and own.config.architecture != wanted:
-        raise ValueError(
-            f"--architecture {wanted} is not that of the given model, {own.config.architecture}: leave it out"
-        )
+    own = None if given is None else users_model(config, tokenizer, given)
     if source is None:
         model = own or configured_shape(config, len(tokenizer)).build()
     else:
-        # `find_checkpoint` has checked a checkpoint to resume.
-        directory = verified_directory(source, checkpoint is None, "use another checkpoint")
+        verify = checkpoint is None  # `find_checkpoint` has verified that
+        directory = verified_directory(source, verify, "use another checkpoint")
         merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
         model = load_model(config, tokenizer, Path(local_directory(directory)), own, merge)
     n_positions = model.config.n_positions
@@ -73,9 +62,34 @@ def build_model(
     if length > n_positions:
         other = "choose another --init_from" if config.init_from else "raise --n_positions"
         raise ValueError(
-            f"sequence_length ({length}) exceeds n_positions ({n_positions}): lower --sequence_length or {other}"
+            f"sequence_length ({length}) exceeds n_positions ({n_positions}): lower "
+            f"--sequence_length or {other}"
         )
     return model
+
+
+def users_model(
+    config: TrainConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    given: "torch.nn.Module | NewModel",
+) -> LanguageModel:
+    """Returns the user's model, or builds it. Raises `ValueError` if a run cannot train it."""
+    model: object = given
+    if not isinstance(given, torch.nn.Module):
+        model = given(config, tokenizer)
+    shape = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not isinstance(shape, ModelConfig):
+        raise ValueError(
+            f"the model is a {type(model).__name__}, not a module whose config is a ModelConfig: "
+            "give what docs/change.md lists"
+        )
+    wanted = config.architecture
+    if wanted in ARCHITECTURES and shape.architecture != wanted:
+        raise ValueError(
+            f"--architecture {wanted} is not that of the given model, {shape.architecture}: leave "
+            "it out"
+        )
+    return cast("LanguageModel", model)  # it has what `Trainable` names
 
 
 def load_model(
@@ -85,11 +99,12 @@ def load_model(
     given: LanguageModel | None,
     merge: bool,
 ) -> LanguageModel:
-    """Loads the model of a directory, or its weights into the `given` model. If the data holds conversations, it gets rows for the tokens that the data's
-    `tokenizer` has in addition.
+    """Loads the model of a directory, or its weights into the `given` model.
 
-    Raises `ValueError` if it does not fit the tokenizer or the settings."""
-    if given is None and is_custom(source):  # of changed code, which only the user has
+    For conversations it gets rows for tokens that only the data's `tokenizer` has. Raises
+    `ValueError` if it does not fit the tokenizer or the settings.
+    """
+    if given is None and is_custom(source):  # its code is the user's
         given = configured_shape(config, len(tokenizer)).build()
     if given is not None:
         model = given
@@ -116,8 +131,9 @@ def load_model(
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
     if model.config.vocab_size < len(tokenizer):
         raise ValueError(
-            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was tokenized with one of "
-            f"{len(tokenizer)}: prepare the text with the model's tokenizer, in another --data_dir"
+            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
+            f"tokenized with one of {len(tokenizer)}: prepare the text with the model's tokenizer, "
+            "in another --data_dir"
         )
     if given is not None:
         return model
@@ -146,14 +162,17 @@ def load_model(
 
 
 def shape_values(shape: ModelConfig) -> dict[str, Any]:
-    """Returns the values by which shapes are compared, by name; of a class of `transformers` those of its `config.json`."""
+    """Returns the values that distinguish shapes, by name.
+
+    For a class of `transformers` they are those of its `config.json`.
+    """
     values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
     own = values.pop("values", {})
     return {"architecture": shape.architecture} | values | own
 
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:
-    """Makes a model compute as the settings say. Raises `ValueError` for a setting that it does not have."""
+    """Applies settings to a model. Raises `ValueError` for a setting that it does not have."""
     set_dtype(model, config)
     model.checkpoint_activations = config.checkpoint_activations
     if config.router_aux_loss is not None:
@@ -165,14 +184,16 @@ def adapt(model: LanguageModel, config: TrainConfig) -> None:
 
 
 def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Returns the token id that separates the documents of the data. Raises `ValueError` if none
-    does, or an unknown token's, as in data of 0.4, or if the parts of a mixture have different
-    ones."""
+    """Returns the token id that separates the documents of the data.
+
+    Raises `ValueError` if there is none, if the tokenizer does not know it, as in data of 0.4, or
+    if the parts of a mixture have different ones.
+    """
     found = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
     begin, end = document_marks(tokenizer)
     if len(found) > 1 or not found <= set(begin + end):
         raise ValueError(
-            f"document_mask needs a token that separates all documents, which those of {data_dir} do not have: leave it "
-            "out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
+            f"document_mask needs a token that separates all documents, and {data_dir} has none: "
+            "leave it out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
         )
     return found.pop()

@@ -181,8 +181,8 @@ def export_model(run: Run) -> None:
     except OSError as error:
         raise OSError(
             f"the final model could not be written to {config.output_dir} ({sentence(error)}): "
-            "free space or make it writable, then continue from the last checkpoint with --resume_from "
-            "latest"
+            "free space or make it writable, then continue from the last checkpoint with "
+            "--resume_from latest"
         ) from error
     # Before the status: a complete run that is started again removes nothing.
     run.writer.rotate(run.step)

@@ -1,7 +1,8 @@
-"""Direct preference optimization (DPO, Rafailov et al., 2023, arXiv:2305.18290): an objective on pairs of answers.
+"""Direct preference optimization: an objective on pairs of answers.
 
-The reference is the model that the run starts from. Its log-probabilities are computed once, before the first update, and
-stored beside the prepared pairs, so there is no second model.
+DPO is from Rafailov et al., 2023, arXiv:2305.18290. The reference is the model that the run starts
+from. Its log-probabilities are computed once, before the first update, and stored beside the
+prepared pairs, so there is no second model.
 """
 
 from hashlib import sha256
@@ -25,15 +26,17 @@ LOSS_TYPES = ("sigmoid", "sigmoid_norm")
 
 
 class Preferences:
-    """The objective, which is also a callback of the same run: `train(config, objective=it, callbacks=[it])`.
+    """The objective, and a callback of the same run: `train(config, objective=p, callbacks=[p])`.
 
-    The reward of an answer is beta · log(p / q), where p is its probability, given the prompt, by the model, and q by the
-    reference. The loss of a pair is -log sigmoid(reward of the chosen - reward of the rejected), equation 7 of the paper.
-    `loss_type` "sigmoid_norm" divides each reward by the answer's tokens, as Tulu 3 does (Lambert et al., 2024,
-    arXiv:2411.15124, equation 6). `start` is the directory of the model that the run starts from.
+    The reward of an answer is beta · log(p / q), where p is its probability, given the prompt, by
+    the model, and q by the reference. The loss of a pair is -log sigmoid(reward of the chosen -
+    reward of the rejected), equation 7 of the paper. `loss_type` "sigmoid_norm" divides each reward
+    by the answer's tokens, as Tulu 3 does (Lambert et al., 2024, arXiv:2411.15124, equation 6).
+    `start` is the directory of the model that the run starts from.
 
-    Figures, means over pairs: `reward_accuracy`, the share in which the chosen answer's reward is higher, `margin`, the
-    difference, and `reward_chosen` and `reward_rejected`, none of them divided by tokens.
+    Figures, means over pairs, without division by tokens: `reward_accuracy`, the share of pairs in
+    which the chosen answer has the higher reward; `margin`, the difference of the rewards;
+    `reward_chosen` and `reward_rejected`.
 
     Raises `ValueError` for another `loss_type`.
     """
@@ -43,10 +46,11 @@ class Preferences:
     def __init__(self, start: str | Path, *, beta: float = 0.1, loss_type: str = "sigmoid"):
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
-        self.beta, self.loss_type = beta, loss_type
+        self.beta = beta
+        self.loss_type = loss_type
         mark = on_main_process(lambda: weights_digest(Path(start)))
-        self.prefix = f"reference-{mark[:16]}-"  # of the file of its log-probabilities
-        self.file = ""
+        self.prefix = f"reference-{mark[:16]}-"  # of the name of `file`
+        self.file = ""  # with the reference's log-probabilities
         self.reference: dict[str, torch.Tensor] = {}  # of each split, (pairs, 2)
 
     def __call__(
@@ -58,10 +62,13 @@ class Preferences:
         return means.pop("loss"), means
 
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns the loss and the figures of each pair, (B,), of the training split in training, else of the validation
-        split. In training a mixture of experts adds its load balancing loss, which is then a figure."""
+        """Returns the loss and the figures of each pair, (B,).
+
+        The pairs are those of the training split in training, else of the validation split. In
+        training a mixture of experts adds its load balancing loss, which is then also a figure.
+        """
         logs, tokens, balance = answer_log_probabilities(model, batch)
-        if batch.numbers is not None:  # else a trial of the memory
+        if batch.numbers is not None:  # None in a trial of the memory
             table = self.reference["train" if model.training else "val"]
             logs = logs - table[batch.numbers]
         rewards = self.beta * logs
@@ -90,22 +97,26 @@ class Preferences:
         self.file = state["reference"]
         if not self.file.startswith(self.prefix):
             raise ValueError(
-                "the run began from a model with other weights: give that by --model, or choose another --output_dir"
+                "the run began from a model with other weights: give that by --model, or choose "
+                "another --output_dir"
             )
 
     def on_train_begin(self, run: "Run") -> None:
         """Reads the reference's log-probabilities, or computes them before the first update.
 
-        Raises `ValueError` if they are missing at a resume: the model is no longer the reference."""
-        accelerator, dtype = run.accelerator, run.config.dtype
+        Raises `ValueError` if they are missing at a resume: the model is no longer the reference.
+        """
+        accelerator = run.accelerator
         if not run.step:
-            self.file = f"{self.prefix}{accelerator.mixed_precision}-{dtype}.safetensors"
+            precision = accelerator.mixed_precision
+            self.file = f"{self.prefix}{precision}-{run.config.dtype}.safetensors"
         path = folder_of(run.config.data_dir) / self.file
         if not on_main_process(path.is_file):
             if run.step:
                 raise ValueError(
-                    f"{path}, the log-probabilities of the model that the run began from, is missing: resume with the "
-                    "--data_dir of that run, or start anew in another --output_dir"
+                    f"{path}, the log-probabilities of the model that the run began from, is "
+                    "missing: resume with the --data_dir of that run, or start a new run in "
+                    "another --output_dir"
                 )
             found = self.compute(run)
             if run.stopping:
@@ -120,9 +131,12 @@ class Preferences:
             self.reference[split] = table.to(accelerator.device)
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
-        """Returns the log-probabilities of all answers by the current weights, (pairs, 2) for each split, without dropout; sets
-        `run.stopping` if a rank has to stop."""
-        found, train = {}, run.train_loader
+        """Returns the log-probabilities of all answers by the current weights, without dropout.
+
+        They are (pairs, 2) for each split. Sets `run.stopping` if a rank has to stop.
+        """
+        found = {}
+        train = run.train_loader
         for split in ("train", "val"):
             loader = EvalLoader(
                 open_split(run.config.data_dir, split),
@@ -133,31 +147,35 @@ class Preferences:
                 world_size=train.world_size,
             )
             title = f"reference, {split}"
-            own = per_window(
+            figures = per_window(
                 run.accelerator, run.model, loader, reference_figures, title, run.interrupted
             )
-            if own is None:
+            if figures is None:
                 run.stopping = True
                 break
-            found[split] = torch.stack([*own.values()], dim=1)
+            found[split] = torch.stack(list(figures.values()), dim=1)
         return found
 
 
 def answer_log_probabilities(
     model: torch.nn.Module, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Returns the log-probabilities of the chosen and the rejected answer of each pair, (B, 2), and their tokens, (B, 2).
+    """Returns the log-probabilities of the chosen and the rejected answers, and their tokens.
 
-    For a mixture of experts in training also two scalars: what it adds to the loss, and its load balancing loss."""
+    Both are (B, 2). For a mixture of experts in training the third result is a pair of scalars: the
+    amount that it adds to the loss, and its load balancing loss.
+    """
     count, length = batch.input_ids.shape
-    ids, targets = (part.view(2 * count, length // 2) for part in batch[:2])
-    found, balance = model(ids, targets, reduction="none"), None
-    if isinstance(found, tuple):
-        # It is added to the loss of each position, also of a row's last, which has no target.
-        nats, figure = found
-        balance = nats[0, -1], figure
-        found = nats - nats[0, -1]
-    logs = -found.float().sum(dim=1)
+    ids = batch.input_ids.view(2 * count, length // 2)
+    targets = batch.targets.view(2 * count, length // 2)
+    nats = model(ids, targets, reduction="none")
+    balance = None
+    if isinstance(nats, tuple):
+        nats, figure = nats
+        added = nats[0, -1]  # to the loss of each position, also of the last, without a target
+        balance = added, figure
+        nats = nats - added
+    logs = -nats.float().sum(dim=1)
     tokens = (targets != -100).sum(dim=1).clamp(min=1)
     return logs.view(count, 2), tokens.view(count, 2), balance
 

@@ -55,7 +55,7 @@ def find_checkpoint(
         path = None if resume_from is None else named_checkpoint(resume_from)
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
             raise FileExistsError(
-                f"{run_dir} holds {newest.name} of another run, and this run would overwrite it: "
+                f"{run_dir} holds {newest.name} of an earlier run, which would be overwritten: "
                 "continue it with --resume_from latest, or choose another --output_dir"
             )
     if path is not None:

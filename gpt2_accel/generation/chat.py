@@ -1,9 +1,8 @@
-"""Answers in a conversation, which loses its oldest turns where the model has too few positions."""
+"""Answers in a conversation. Drops its oldest turns if the model has too few positions."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from gpt2_accel.generation.sampling import Completion, Sampling, encode_prompt, stream
@@ -22,12 +21,11 @@ def answer(
     messages: Sequence[Message],
     sampling: Sampling,
 ) -> tuple[int, Iterator[list[Completion]]]:
-    """Returns the number of messages that are not read, the oldest, and the assistant's next
-    message as `stream` yields it.
+    """Returns the number of dropped messages, and the assistant's next message from `stream`.
 
-    `messages` is the whole conversation, which ends with the user's. A quarter of the model's
-    positions is kept free for the answer, or fewer if `sampling` wants fewer; it ends where the
-    positions do. Raises the errors of `drop_oldest_turns`.
+    `messages` is the full conversation, which ends with the user's. A quarter of the model's
+    positions is kept free for the answer, or fewer if `sampling` wants fewer. The answer ends at
+    the last position. Raises the errors of `drop_oldest_turns`.
     """
     n_positions = model.config.n_positions
     room = min(sampling.max_new_tokens, n_positions // 4)
@@ -43,18 +41,20 @@ def drop_oldest_turns(
     n_positions: int,
     room: int,
 ) -> tuple[list[Message], int]:
-    """Drops the oldest turns until `room` of `n_positions` tokens are free; returns the messages
-    and the number of their tokens.
+    """Drops the oldest turns until `room` of `n_positions` tokens are free.
 
-    The system prompt and the last turn stay. The number of renderings is logarithmic in the number
-    of turns. Raises `ValueError` if the last turn is too long, and the errors of `encode_prompt`.
+    Returns the messages and the number of their tokens. The system prompt and the last turn stay.
+    The number of renderings is logarithmic in the number of turns. Raises `ValueError` if the last
+    turn is too long, and the errors of `encode_prompt`.
     """
-    system = list(takewhile(lambda message: message["role"] == "system", messages))
-    turns = list(messages[len(system) :])
-    starts = [0, *(i for i in range(1, len(turns)) if turns[i]["role"] == "user")]
+    turns = list(messages)
+    system: list[Message] = []
+    while turns and turns[0]["role"] == "system":
+        system.append(turns.pop(0))
+    starts = [i for i in range(len(turns)) if i == 0 or turns[i]["role"] == "user"]
 
     def tokens(start: int) -> int:
-        return len(encode_prompt(tokenizer, [*system, *turns[start:]]))
+        return len(encode_prompt(tokenizer, system + turns[start:]))
 
     first = bisect_left(starts, True, key=lambda start: tokens(start) + room <= n_positions)
     start = starts[min(first, len(starts) - 1)]
@@ -64,4 +64,4 @@ def drop_oldest_turns(
             f"the last message has {length:,} tokens with the chat template and the system prompt, "
             f"and the model reads {n_positions:,}: write less"
         )
-    return [*system, *turns[start:]], length
+    return system + turns[start:], length

@@ -1,5 +1,4 @@
-"""KV cache: the keys and values of past tokens, in the cache layers of `transformers`, for the
-model that was trained.
+"""KV cache of the trained model: keys and values of past tokens, in transformers' cache layers.
 
 Rows of several lengths have padding at their left, so all end at the same slot. Shape letters: B
 rows, T tokens, V vocabulary.
@@ -20,9 +19,9 @@ from gpt2_accel.runtime.device import best_device, has_cpp_compiler
 class KVCache:
     """What a model in evaluation mode has read of a batch of rows.
 
-    With `slots` it has memory for so many tokens of one row, and the forward of one token is
-    compiled. Else memory grows. A class of `transformers` has a cache of its own, without `slots`;
-    one that has none, or that counts positions itself, reads its rows again for each token.
+    With `slots` it has memory for that many tokens of one row, and the forward of one token is
+    compiled. Else memory grows. A class of `transformers` has its own cache, without `slots`. A
+    class without a cache, or one that counts positions itself, reads its rows again for each token.
     """
 
     def __init__(self, model: LanguageModel, slots: int = 0):
@@ -31,8 +30,10 @@ class KVCache:
         self.decode = compiled() if self.slots else next_logits
 
     def start(self, rows: Sequence[list[int]]) -> torch.Tensor:
-        """Forgets what was read and reads rows of token ids, none empty; returns the logits of the
-        token after each, (B, V)."""
+        """Clears the cache and reads rows of token ids, none empty.
+
+        Returns the logits of the token after each row, (B, V).
+        """
         self.layers = self.model.new_cache(self.slots)
         ids = [torch.tensor(row, device=self.model.device) for row in rows]
         input_ids = pad_sequence(ids, batch_first=True, padding_side="left")
@@ -43,9 +44,12 @@ class KVCache:
         return self._run(next_logits, input_ids)
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Reads the next tokens of each row, (B, T); returns the logits of the token after them,
-        (B, V)."""
-        return self._run(self.decode if input_ids.shape[1] == 1 else next_logits, input_ids)
+        """Reads the next tokens of each row, (B, T).
+
+        Returns the logits of the token after them, (B, V).
+        """
+        forward = self.decode if input_ids.shape[1] == 1 else next_logits
+        return self._run(forward, input_ids)
 
     def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         T = input_ids.shape[1]
@@ -73,12 +77,12 @@ def next_logits(
     `padding`, (B,), is the number of unused slots before each row. The layers return the keys of
     `slots` slots.
     """
-    seen = torch.arange(slots, device=places.device)
-    mask = seen >= padding[:, None]  # (B, slots)
+    all_slots = torch.arange(slots, device=places.device)
+    mask = all_slots >= padding[:, None]  # (B, slots)
     if not isinstance(model, AnyModel):
-        causal = seen <= places[:, None]  # (T, slots)
+        causal = all_slots <= places[:, None]  # (T, slots)
         # A padding slot attends to itself, since a softmax over nothing would be NaN.
-        itself = seen == places[:, None]
+        itself = all_slots == places[:, None]
         mask = causal & (itself | mask[:, None, None])  # (B, 1, T, slots)
     positions = (places - padding[:, None]).clamp(min=0)  # (B, T)
     logits = model(

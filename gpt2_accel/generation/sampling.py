@@ -1,5 +1,4 @@
-"""Text generation: `complete` returns whole texts, `stream` yields them token by token, `tokens`
-yields token ids.
+"""Text generation: `complete` returns texts, `stream` and `tokens` yield text and ids by token.
 
 `load` loads a model and its tokenizer. `kv_cache.py` has the forward of one token.
 """
@@ -29,13 +28,8 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text to continue, or the messages of a conversation, each with `role` and `content`, which the
-# assistant answers.
+# A text to continue, or the messages of a conversation to answer, each with `role` and `content`.
 Prompt = str | Sequence[Mapping[str, str]]
-NOT_FINITE = (
-    "the model's logits are not finite: its weights are damaged, or its training diverged; take an "
-    "earlier checkpoint"
-)
 
 
 def load(
@@ -136,9 +130,7 @@ def stream(
     A text only grows: a possible start of a stop string and the first bytes of a character are held
     back.
     """
-    completions = []
-    for prompt in prompts:
-        completions += [Completion(prompt) for _ in range(sampling.num_samples)]
+    completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     for ids in tokens(model, prompt_ids, sampling):
         for completion, token in zip(completions, ids, strict=True):
@@ -177,15 +169,17 @@ def update_text(
 
 
 def whole_text(tokenizer: "PreTrainedTokenizerBase", completion: Completion) -> str:
-    """Returns the prompt and its continuation as one text; of a conversation with the marks of its
-    chat template."""
+    """Returns the prompt and its continuation as one text.
+
+    The text of a conversation includes the special tokens of the chat template.
+    """
     if isinstance(completion.prompt, str):
         return completion.prompt + completion.text
     return str(tokenizer.decode(encode_prompt(tokenizer, completion.prompt) + completion.ids))
 
 
 def user_turn(text: str) -> list[dict[str, str]]:
-    """Returns the conversation in which the user has said `text`, as a prompt."""
+    """Returns a conversation of one message, `text` by the user, as a prompt."""
     return [{"role": "user", "content": text}]
 
 
@@ -208,10 +202,10 @@ def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[
 def tokens(
     model: LanguageModel, prompts: Sequence[list[int]], sampling: Sampling
 ) -> Iterator[list[int]]:
-    """Yields the next token of each sample, `sampling.max_new_tokens` times. `sampling.stop` is
-    ignored: it concerns text, see `stream`.
+    """Yields the next token of each sample, `sampling.max_new_tokens` times.
 
-    Raises `ValueError` for an empty prompt, and for logits that are not finite.
+    Ignores `sampling.stop`, which `stream` compares with the text. Raises `ValueError` for an empty
+    prompt, and for logits that are not finite.
     """
     n_positions = model.config.n_positions
     rows = []
@@ -251,9 +245,13 @@ def sample_next(
 ) -> torch.Tensor:
     """Samples one token per row with the row's generator: fp32 logits (B, V) -> (B,) int64.
 
-    Raises `ValueError` for logits that are not finite."""
+    Raises `ValueError` for logits that are not finite.
+    """
     if not logits.sum().isfinite():
-        raise ValueError(NOT_FINITE)
+        raise ValueError(
+            "the model's logits are not finite: its weights are damaged, or its training diverged; "
+            "take an earlier checkpoint"
+        )
     if sampling.temperature < 1e-6:  # greedy: a smaller divisor underflows in fp32
         return logits.argmax(dim=-1)
     ids = None
