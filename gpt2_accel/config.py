@@ -280,7 +280,7 @@ class TrainConfig:
         if self.ramp_tokens and (full % start or start % processes):
             raise ValueError(
                 f"ramp_start ({start} sequences) has to divide the {full} sequences of "
-                f"total_batch_size and to be a multiple of {processes} processes: set another one"
+                f"total_batch_size and be a multiple of the {processes} processes: set another one"
             )
         ramp = self.ramp_tokens // length
         total = self.max_steps * full
