@@ -62,32 +62,28 @@ def test_evaluation_reads_each_window_of_a_mixture_once_by_shares(mixed):
     settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
     seen = []
     for rank in range(2):
-        for _, targets, *_ in EvalLoader(
-            open_split(mixed, "val"), rank=rank, world_size=2, **settings
-        ):
+        parts = open_split(mixed, "val")
+        for _, targets, *_ in EvalLoader(parts, rank=rank, world_size=2, **settings):
             seen += [row.tolist() for row in targets if row[0] != -100]
     capital = sum(any(65 <= token <= 90 for token in row) for row in seen)
     assert (len(seen), capital) == (100, 25)
 
 
-def test_what_does_not_fit_a_mixture_is_refused(mixed, tmp_path):
+def test_a_part_that_was_prepared_again_with_another_tokenizer_is_refused(mixed, tmp_path):
+    folder = shutil.copytree(mixed.parent, tmp_path / "mixed")
+    write_mixture(folder / "again", {str(folder / "small"): 1})
+    shutil.rmtree(folder / "small")
+    prepare({"train": ["abc " * 100]}, char_tokenizer("abc "), folder / "small", source="made up")
+    with refused("small has another tokenizer"):
+        mixture_loader(folder / "again")
     with refused("mix is a mixture itself"):
         write_mixture(tmp_path / "m", {str(mixed): 1})
-    assert not (tmp_path / "m").exists()
-    texts = {"train": ["abc " * 100], "val": ["abc"]}
-    prepare(texts, byte_tokenizer(), tmp_path / "part", source="made up")
-    write_mixture(tmp_path / "mix", {str(tmp_path / "part"): 1})
-    assert mixture_loader(tmp_path / "mix").windows
-    shutil.rmtree(tmp_path / "part")
-    prepare(texts, char_tokenizer("abc "), tmp_path / "part", source="made up")
-    with refused("part has another tokenizer than the rest of the mixture"):
-        mixture_loader(tmp_path / "mix")
 
 
 # Attention within documents
 
 
-def test_training_with_the_document_mask(tiny):
+def test_the_document_mask_changes_the_loss_and_does_not_depend_on_the_micro_batch(tiny):
     plain = run(tiny("a", eval_every=8))
     masked = run(tiny("b", eval_every=8, document_mask=True))
     again = run(tiny("c", eval_every=8, document_mask=True, micro_batch_size=1))
@@ -107,7 +103,7 @@ def test_13_000_shards_open_fast_with_few_open_files(data_dir, tmp_path):
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
     begun = time.process_time()
     loader = mixture_loader(tmp_path / "d")
-    for _ in range(8):  # as often as a run reads it, with that of the loader
+    for _ in range(8):  # as often as a run reads it
         read_manifest(tmp_path / "d")
     assert time.process_time() - begun < 1
     assert len(list(loader.update(0, 800))) == 200

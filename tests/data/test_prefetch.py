@@ -1,4 +1,4 @@
-"""Batches that a thread reads ahead: the order, errors, the end of the thread, and the overlap with training."""
+"""Batches that a thread reads ahead: order, errors, end of the thread, overlap with training."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def test_error_of_the_thread_is_raised_in_place_of_its_batch():
 
 
 def test_the_thread_never_touches_a_gpu(monkeypatch):
-    """A thread begins on GPU 0, where each rank would open a context. The main thread pins and copies."""
+    """A new thread is on GPU 0, where each rank would open a context. The main thread copies."""
     callers = []
 
     def moved(tensor, *_, **__):

@@ -1,14 +1,11 @@
 """Preparation of text into shards: sources, kills, full disks and wrong inputs."""
 
-import argparse
 import bz2
 import gzip
-import inspect
 import itertools
 import json
 import os
 import re
-import time
 
 import numpy as np
 import pyarrow
@@ -24,12 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel.data import documents
-from gpt2_accel.data import prepare as preparing
 from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
-from gpt2_accel.tokenizer import byte_tokenizer, document_marks, encode, token_encoder, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, document_marks, encode, train_bpe
 
 RECIPE = "recipes/prepare_data.py"
 
@@ -68,7 +64,7 @@ def write_parquet(path, texts, column="text", **options):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with 200 documents as text files, and the same again in each format of rows; and the documents."""
+    """A folder of 200 documents as text files and again in each format of rows; the documents."""
     texts = [make_text(10, seed) + "ä" * (seed % 3) for seed in range(200)]
     texts[:2] = ["NA", '"quoted", and\n a\ttab\r\n']
     folder = tmp_path / "corpus"
@@ -98,6 +94,7 @@ def test_chunks_have_the_same_tokens_as_the_whole_text(bpe, text, size):
         patch.setattr(documents, "CHUNK", size)
         parts = list(chunks([text[:100], text[100:]]))
     assert "".join(parts) == text
+    assert all(len(part) < 3 * size for part in parts)  # also of a text without spaces
     if all(re.match(r"\w[ \n]", one[-1] + two[0]) for one, two in itertools.pairwise(parts)):
         assert [i for part in parts for i in encode(bpe, [part])[0]] == encode(bpe, [text])[0]
 
@@ -105,16 +102,6 @@ def test_chunks_have_the_same_tokens_as_the_whole_text(bpe, text, size):
 @pytest.fixture(scope="module")
 def bpe():
     return train_bpe([make_text(300, 0), "a b. c, it's 11 \n\n ab  a\t'st"] * 20, 330)
-
-
-def test_a_text_without_word_boundaries_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "CHUNK", 1000)
-    text = "漢字" * 9000 + "。"
-    for name, content in (("a.txt", text), ("a.jsonl", json_lines([text]))):
-        (tmp_path / name).write_text(content)
-        made(sources_of(tmp_path / name), tmp_path / f"of {name}")
-        [train], [val] = everything_in(tmp_path / f"of {name}")
-        assert train + val == text and 0.03 < len(val) / len(text) < 0.07
 
 
 # Files and folders
@@ -126,36 +113,13 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(corpus,
     made(sources, tmp_path / "one")
     manifest = made(sources, tmp_path / "many", workers=3, shard_tokens=500)
     assert len(manifest["splits"]["train"]["shards"]) > 40
-    for entry in manifest["splits"].values():
-        for name in ("tokens", "documents"):
-            assert entry[name] == sum(shard[name] for shard in entry["shards"])
+
     train, val = everything_in(tmp_path / "many")
     assert [train, val] == everything_in(tmp_path / "one")
     assert sorted(train + val) == sorted(texts * 8) and 30 < len(val) < 150
     # Equal rows share a split, in every format.
     rows = [text for text in texts if held_out(text)]
     assert all(val.count(text) in (7, 8) for text in rows) and len(val) <= 7 * len(rows) + 20
-
-
-def test_the_work_beside_the_tokenizer_is_small(tmp_path, monkeypatch, gpt2):
-    """A sixteenth of the tokenizer's time per MB on quiet cores; a quarter here, with start and end."""
-    code = inspect.getsource(argparse)
-    pieces = [code[i : i + 4000] for i in range(0, len(code), 4000)]
-    texts = [f"{i} \u2019 {pieces[i % len(pieces)]}" for i in range(2000)]
-    path = tmp_path / "a.jsonl"
-    path.write_text(json_lines(texts))
-    tokenize = token_encoder(gpt2)
-    begun = time.process_time()
-    stored = {text: tokenize(text) for text in ["", *texts]}
-    tokenizing = time.process_time() - begun
-    monkeypatch.setattr(preparing, "token_encoder", lambda tokenizer: stored.__getitem__)
-    sources = row_files([str(path)], "text", one_in=10)
-    seconds = []
-    for number in range(2):
-        begun = time.process_time()
-        made(sources, tmp_path / str(number))
-        seconds.append(time.process_time() - begun)
-    assert min(seconds) < tokenizing / 4, (seconds, tokenizing)
 
 
 def test_a_folder_of_text_means_its_text(tmp_path, capsys):
@@ -171,59 +135,27 @@ def test_a_folder_of_text_means_its_text(tmp_path, capsys):
     args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "d")
     run_recipe("prepare_data", *args)
     assert "took 3 files; left out 4" in capsys.readouterr().err
-    run_recipe("prepare_data", *args)  # complete already
-    lock = FileLock(tmp_path / ".d.lock")
-    with lock, refused("another process is preparing"):
+    with FileLock(tmp_path / ".d.lock"), refused("another process"):
         run_recipe("prepare_data", *args)
-    train = documents_in(tmp_path / "d", "train")
-    begins = [text.split(". ")[0] for text in train]
+    begins = [text.split(". ")[0] for text in documents_in(tmp_path / "d", "train")]
     assert begins == ["text of LICENSE", "text of code.py", "text of handbook.md"]
 
 
 def test_empty_rows_halves_of_characters_and_separators(tmp_path):
-    lines = [
-        b'\xef\xbb\xbf{"text": ""}',
-        b'{"text": null}',
-        '{"text": "é"}'.encode(),
-        b'{"text": "\\ud800!"}',
-        b'{"text": "\\ud83d\\ude00"}',
-        b'{"text": "a <|endoftext|> b"}',
-        b"",
-        b'{"text": "' + b"long " * 1000 + b'"}',
-    ]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    lines = """\ufeff{"text": ""}
+{"text": null}
+{"text": "é"}
+{"text": "\\ud800!"}
+{"text": "\\ud83d\\ude00"}
+{"text": "a <|endoftext|> b"}
+
+"""
+    (tmp_path / "a.jsonl").write_text(lines + json_lines(["long " * 1000]))
     (tmp_path / "b.txt").write_text("\ufeffü ä" + " and more" * 999)
     made(sources_of(tmp_path), tmp_path / "d")
     found = documents_in(tmp_path / "d", "train")
     assert found[0].startswith("ü ä and more")
     assert {"é", "\ufffd!", "\U0001f600", "a <|endoftext|> b"} < {*found} and "" not in found
-
-
-LINES = {
-    b'{"body": "x"}': "has no column 'text': give --column body",
-    b'{"messages": []}': "has no column 'text': they are conversations, .* chat",
-    b"{": "not valid JSON",
-    b'{"text": 0}': "a value of type int in 'text', not a text",
-    "{'text': 'Äpfel'}".replace("'", '"').encode("latin1"): "not valid JSON in UTF-8",
-    # Inductor raises Python's limit to 2,000 in a process in which it compiles.
-    b"[" * 10**5: "nested too deeply",
-}
-FINE = b'{"text": "fine"}\n'
-WRONG = [
-    *(("a.jsonl", FINE + line, f", line 2, .*{words}") for line, words in LINES.items()),
-    ("gzip.jsonl.gz", FINE, "cannot be read .*incorrect header"),
-    ("flipped.parquet", b"PAR1" + bytes(99) + b"PAR1", "cannot be read"),
-    ("l.txt", "Äpfel".encode("latin1"), "not UTF-8 text"),
-    ("a.csv", b"text\na\n", "took 0 files; left out 1, not UTF-8 text"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), WRONG, ids=range(len(WRONG)))
-def test_a_file_that_cannot_be_read_is_refused_before_any_work(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name}.*{message}") as caught:
-        sources_of(tmp_path / name)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -273,22 +205,21 @@ def test_few_documents_hold_out_their_last_parts(tmp_path, suffix):
 
 def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     """As of fineweb-edu."""
-    everything = [f"{i} {text}" for i in range(2) for text in corpus[1] * 10]
-    for i in range(2):
-        write_parquet(tmp_path / f"{i}.parquet", everything[2000 * i :][:2000])
-    sources = row_files([str(tmp_path / f"{i}.parquet") for i in range(2)], "text", one_in=2000)
-    options = {"shard_tokens": 50_000, "workers": 2}
-    splits = made(sources, tmp_path / "e", validation_tokens=50_000, **options)["splits"]
+    everything = [f"{i} {text}" for i in range(20) for text in corpus[1]]
+    write_parquet(tmp_path / "rows.parquet", everything)
+    sources = row_files([str(tmp_path / "rows.parquet")], "text", one_in=2000)
+    options = {"shard_tokens": 50_000, "workers": 2, "validation_tokens": 50_000}
+    splits = made(sources, tmp_path / "e", **options)["splits"]
     val, train = (TokenStream(tmp_path / "e", split) for split in ("val", "train"))
     expected = [token for text in everything for token in (256, *text.encode())]
     end = expected.index(256, 50_000)  # of the document that holds the last of these tokens
     assert val.tokens == end and len(splits["val"]["shards"]) == 1
     assert [*val.read(0, end), *train.read(0, train.tokens)] == expected
-    assert splits["val"]["documents"] == expected[:end].count(256)
-    assert splits["val"]["bytes"] == end - splits["val"]["documents"]
-    assert splits["val"]["bytes"] + splits["train"]["bytes"] == len("".join(everything).encode())
+    for entry, tokens in ((splits["val"], expected[:end]), (splits["train"], expected[end:])):
+        assert entry["documents"] == tokens.count(256)
+        assert entry["bytes"] == len(tokens) - entry["documents"]
     assert verify_data(tmp_path / "e") == len(list((tmp_path / "e").glob("*.bin"))) > 3
-    with refused("for the split 'train': add .* lower --shard_tokens"):
+    with refused("for the split 'train'"):
         made(sources, tmp_path / "f", validation_tokens=10**6)
 
 
@@ -301,17 +232,17 @@ def shards_in(folder):
     return files, read_manifest(folder)["splits"]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", ["gpt2", "bos and eos"])
+def words_tokenizer():
+    """Returns a tokenizer of words with a token for the start and one for the end of a document."""
+    words = models.WordLevel({"<s>": 0, "</s>": 1} | {w: i + 2 for i, w in enumerate(WORDS)})
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize(("suffix", "name"), [("jsonl", "words"), ("parquet", "gpt2")])
 def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, name, gpt2):
-    tokenizer = gpt2
-    if name != "gpt2":
-        words = models.WordLevel({"<s>": 0, "</s>": 1} | {w: i + 2 for i, w in enumerate(WORDS)})
-        tokenizer = Tokenizer(words)
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-        )
+    tokenizer = gpt2 if name == "gpt2" else words_tokenizer()
     begin, end = document_marks(tokenizer)
     texts = ["", *(make_text(30, seed).strip(".\n") for seed in range(300))]
     ids = encode(tokenizer, texts)
@@ -340,31 +271,16 @@ def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
         stream = TokenStream(tmp_path / "d", split)
         expected = [256, *[0] * count, 256, *[1] * count, 256, *[2] * count]
         assert stream.read(0, stream.tokens).tolist() == expected
-    with refused("line 1, holds token ids: give the tokenizer that made them by --tokenizer"):
-        run_recipe("prepare_data", *args[:-1], "bpe", "--data_dir", tmp_path / "e")
 
 
 @pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
 def test_what_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
     (tmp_path / "a.jsonl").write_text(f'{{"ids": [1]}}\n{json.dumps({"ids": row})}\n')
-    with refused("a.jsonl, line 2, holds .* which is not a token id from 0 to 256"):
+    with refused("a.jsonl, line 2, .*from 0 to 256"):
         corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
 
 
-def test_a_wrong_column_of_parquet_is_named_with_its_row(tmp_path):
-    write_parquet(tmp_path / "b.parquet", [[1, 2.0]], "ids")
-    with refused("b.parquet, row 0, holds"):
-        corpus_files({tmp_path / "b.parquet": "b"}, "ids", byte_tokenizer())
-    with refused("b.parquet.* --column ids"):
-        sources_of(tmp_path)
-
-
 # Data sets of the Hub
-
-
-def test_a_local_path_is_not_a_data_set_of_the_hub(tmp_path):
-    with refused("not a data set on the Hub: prepare it by the command text"):
-        run_recipe("prepare_data", "hf", tmp_path, "--data_dir", tmp_path / "d")
 
 
 def hub_content(suffix, folder):
@@ -400,18 +316,15 @@ def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_
             expected = sorted(f"{i} {j} hello" for i in range(2) for j in range(500))
             assert sorted(train + val) == expected
             assert val == [text for text in val if held_out(text)] and 20 < len(val) < 90
-        assert "the data set u/m cannot be found on the Hub (404" in prepared("u/m").stderr
-    begun = time.monotonic()
-    done = prepared("nobody/nothing")
-    assert time.monotonic() - begun < 22  # the libraries' own retries take 24
-    [line] = [text for text in done.stderr.splitlines() if text.strip()]
-    assert "the data set nobody/nothing cannot be found on the Hub" in line
+        assert "u/m cannot be found on the Hub (404" in prepared("u/m").stderr
+    [line] = [text for text in prepared("u/n").stderr.splitlines() if text.strip()]
+    assert "u/n cannot be found on the Hub" in line  # the network is gone
 
 
 # Kills, disks
 
 
-def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch, capsys):
+def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch):
     folder, read, fails = tmp_path / "c", [], []
     folder.mkdir()
     for i in range(8):
@@ -441,7 +354,6 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
     assert not read
     prepared("e")
     assert read_manifest(tmp_path / "d") == read_manifest(tmp_path / "e") and read[0] == (0, 0)
-    assert "anew" not in capsys.readouterr().err
     fails.append(True)
     with refused("No space"):
         prepared("f")
@@ -449,26 +361,16 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
     fails.clear()
     prepared("f")
     assert read[0] == (0, 0)
-    (tmp_path / "f/val_000000.bin").unlink()
-    with refused("remove the folder and prepare the data again"):
-        prepared("f")
-    assert "the source, the tokenizer or the options have changed" in capsys.readouterr().err
-    with refused("exists already, and not from the same files"):
+    with refused("exists already"):
         prepared("e")
+    (tmp_path / "f/val_000000.bin").unlink()
+    with refused("remove the folder"):
+        prepared("f")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "keep_time"),
-    [
-        ("3.jsonl", lambda content: content[: content.index(b"\n") + 1], False),
-        ("3.jsonl", lambda content: content.replace(b"a", b"b"), False),
-        ("0.txt", lambda content: content[:-1], True),
-    ],
-    ids=["truncated", "replaced", "shorter at the same time"],
-)
-def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
-    tmp_path, monkeypatch, name, change, keep_time
-):
+@pytest.mark.parametrize("name", ["3.jsonl", "0.txt"])
+def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, monkeypatch, name):
+    """The rows get another time, the text another size at the same time."""
     folder = tmp_path / "c"
     folder.mkdir()
     rows = json_lines(make_text(30, seed) for seed in range(40))
@@ -480,8 +382,8 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
 
     def changing(writer, group):
         if any(piece.place.startswith(str(path)) for piece in group):
-            path.write_bytes(change(rows.encode()))
-            if keep_time:
+            path.write_text(rows.replace("a", "b") if name == "3.jsonl" else rows[:-1])
+            if name == "0.txt":
                 os.utime(path, times)
         return encode(writer, group)
 
@@ -489,7 +391,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(
         patch.setattr(TextWriter, "encode", changing)
         patch.setattr("gpt2_accel.data.prepare.GROUP", 1)
         patch.setattr(documents, "CHUNK", 500)
-        with pytest.raises(ChangedSource, match=f"{name} has changed .* from the beginning"):
+        with pytest.raises(ChangedSource, match=name):
             made(sources_of(folder), tmp_path / "d", shard_tokens=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     made(sources_of(folder), tmp_path / "d")

@@ -1,4 +1,6 @@
-"""Prepared tokens and the training order, recorded before release 0.4. If they change, a resumed run reads other text.
+"""Prepared tokens and the training order, recorded before release 0.4.
+
+If they change, a resumed run reads other text.
 
 Tokens are compared over a whole split, however it is cut into shards.
 """
@@ -18,7 +20,8 @@ from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 HELD_OUT = [25, 28, 34, 37, 52, 56]  # of 60 files, by a hash of their names
-# Position in the order, the first windows from there, the digest of 4,096; windows of a mixture are [set, window].
+# Position in the order, the first windows from there, the digest of 4,096.
+# Windows of a mixture are [set, window].
 ORDERS = [
     ("1000", 0, [304, 341, 916], "1f292ce04338c93e"),
     ("1000", 12345, [356, 646, 303], "4d97f8490d1483c0"),
@@ -48,7 +51,7 @@ def tokens_of(folder, split):
 
 
 def recorded(folder) -> list[tuple]:
-    """Returns documents, tokens and the digest of all tokens, of the splits for training and validation."""
+    """Returns documents, tokens and the digest of all tokens, of both splits."""
     splits = read_manifest(folder)["splits"]
     tokens = {split: tokens_of(folder, split) for split in ("train", "val")}
     return [(splits[s]["documents"], len(tokens[s]), digest(tokens[s])) for s in tokens]

@@ -6,8 +6,6 @@ from conftest import make_text, refused, run, tiny_config, write_lines
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from gpt2_accel.data.loader import open_split
-from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import (
     TokenStream,
     data_fingerprint,
@@ -58,7 +56,7 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files, id
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     if sum(map(len, files.values())) >= 4 * len(ids):
-        with refused("holds uint32 .* tokenizer.json, into .*/tokenizer"):
+        with refused("tokenizer.json, into .*/tokenizer"):
             read_manifest(tmp_path)
         (tmp_path / "tokenizer").symlink_to(characters)
         assert read_manifest(tmp_path)["tokenizer"]["vocab_size"] == 71_000
@@ -87,9 +85,9 @@ def characters(tmp_path_factory):
     [
         ("hellaswag_val.bin", llmc(TOKENS, magic=20240522), "hellaswag_val.bin .*20240522"),
         ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin .*2"),
-        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin holds token ids of more than 16"),
-        ("val.bin", WIDE.tobytes(), "val.bin holds token ids of more than 16 bits"),
-        ("val.bin", WIDE[:9].tobytes()[:-1], "val.bin holds token ids of more than 16 bits"),
+        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin .* more than 16 bits"),
+        ("val.bin", WIDE.tobytes(), "val.bin .* more than 16 bits"),
+        ("val.bin", WIDE[:9].tobytes()[:-1], "val.bin .* more than 16 bits"),
         ("val.bin", llmc(WIDE, **LLAMA_3), "folder of their own"),
     ],
 )
@@ -104,28 +102,22 @@ def test_other_token_files_are_refused_by_name(tmp_path, name, content, message)
 @pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])
 def test_truncated_files_are_refused(tmp_path, content):
     (tmp_path / "train.bin").write_bytes(content)
-    with refused("train.bin is not the shard .*, by its header or its size"):
+    with refused("train.bin is not the shard"):
         TokenStream(tmp_path, "train")
 
 
-def test_nanogpt_character_data_and_missing_manifests_are_refused(tmp_path, data_dir):
+def test_the_character_data_of_nanogpt_is_refused(tmp_path):
     (tmp_path / "train.bin").write_bytes(TOKENS.tobytes())
     (tmp_path / "meta.pkl").write_bytes(b"")
-    with refused("vocabulary is in a pickle"):
-        read_manifest(tmp_path)
-    for path in tmp_path.iterdir():
-        path.unlink()
-    (tmp_path / "train_000000.bin").write_bytes((data_dir / "train_000000.bin").read_bytes())
-    with refused("manifest.json is missing"):
+    with refused("pickle"):
         read_manifest(tmp_path)
 
 
-def test_llama_3s_documents_begin_with_bos_in_llmcs_files(tmp_path):
+def test_documents_of_llama_3_begin_with_bos_in_files_of_llmc(tmp_path):
     words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 5}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    ids = np.array([0, 5, 5, 5], "<u4")
-    (tmp_path / "train.bin").write_bytes(llmc(ids, **LLAMA_3))
+    (tmp_path / "train.bin").write_bytes(llmc(np.array([0, 5, 5, 5], "<u4"), **LLAMA_3))
     assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 0
 
 
@@ -144,7 +136,7 @@ def trained_bpe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def datatrove(trained_bpe, tmp_path_factory):
-    """A folder with `TEXTS`, tokenized by datatrove in three tasks, and merged; the pipeline of docs/data.md."""
+    """`TEXTS`, tokenized by datatrove in three tasks, and merged, as in docs/data.md."""
     pytest.importorskip("datatrove")
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -181,9 +173,6 @@ def test_what_datatrove_writes_trains(name, datatrove, tmp_path):
     settings = {"max_steps": 30, "eval_every": 30, "document_mask": True}
     assert run(tiny_config(data, tmp_path / "run", **settings))[-1]["val/loss"] < 4
     run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
-    write_mixture(tmp_path / "mix", {str(data): 1})
-    mixed = load_data_tokenizer(tmp_path / "mix")
-    assert fingerprint(mixed) == fingerprint(load_data_tokenizer(data))
 
 
 def write_ds(folder, tokens, kind, name="000_words"):
@@ -192,23 +181,23 @@ def write_ds(folder, tokens, kind, name="000_words"):
     (folder / f"{name}.ds.metadata").write_text(f"{kind}\n{len(tokens)}\n{len(tokens)} T")
 
 
-def test_datatroves_gpt2_is_gpt2s_bpe(tmp_path, gpt2):
+def test_datatroves_gpt2_is_the_bpe_of_gpt2(tmp_path, gpt2):
     write_ds(tmp_path, np.append(TOKENS[:999], 50256).astype("<u2"), "gpt2")
-    [(train, _)], [(val, _)] = (open_split(tmp_path, split) for split in ("train", "val"))
-    assert train.read(0, 950).tolist() + val.read(0, 49).tolist() == TOKENS[:999].tolist()
     assert fingerprint(load_data_tokenizer(tmp_path)) == fingerprint(gpt2)
     assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
 
 
-def test_datatroves_incomplete_or_unnamed_files_are_refused(tmp_path, trained_bpe):
-    cut, running, nowhere = (tmp_path / name for name in ("cut", "running", "nowhere"))
-    write_ds(cut, TOKENS[:9], f"{trained_bpe}|4")
+def test_incomplete_files_of_datatrove_are_refused(tmp_path, trained_bpe):
+    write_ds(tmp_path / "cut", TOKENS[:9], f"{trained_bpe}|4")
     with refused("is not the shard"):
-        TokenStream(cut, "train")
-    write_ds(running, TOKENS[:9], f"{trained_bpe}|2")
-    (running / "1.ds").touch()
+        TokenStream(tmp_path / "cut", "train")
+    write_ds(tmp_path / "running", TOKENS[:9], f"{trained_bpe}|2")
+    (tmp_path / "running/1.ds").touch()
     with refused("1.ds has no readable"):
-        TokenStream(running, "train")
-    write_ds(nowhere, TOKENS[:9], "not/there|2")
-    with refused("nowhere/tokenizer"):
-        TokenStream(nowhere, "train")
+        TokenStream(tmp_path / "running", "train")
+
+
+def test_an_unknown_tokenizer_of_datatrove_is_refused(tmp_path):
+    write_ds(tmp_path, TOKENS[:9], "not/there|2")
+    with refused("/tokenizer"):
+        TokenStream(tmp_path, "train")

@@ -11,7 +11,6 @@ from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.items import Item
 from gpt2_accel.generation.sampling import Completion, user_turn
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import load_tokenizer
 
 SHAPE = GPTConfig(259, n_positions=128, n_layer=1, n_head=1, n_embd=8)
 
@@ -29,16 +28,21 @@ def test_shares_are_over_all_items_and_groups_on_all_ranks(accelerator, tokenize
     texts = {"a": " yes\n", "b": "Yes", "c": "yes", "d": "yes", "e": "yes, yes"}
 
     def answered(model, tokenizer, prompts, sampling):
-        asked = [prompt[-1]["content"][0] for prompt in prompts]
-        ends = {"a": "end_of_text", "b": "length"}
-        return [Completion([], texts[a], ended=ends.get(a, "end_of_text")) for a in asked]
+        found = []
+        for prompt in prompts:
+            name = prompt[-1]["content"][0]
+            ended = "length" if name == "b" else "end_of_text"
+            found.append(Completion([], texts[name], ended=ended))
+        return found
 
     monkeypatch.setattr(chat, "complete", answered)
     monkeypatch.setattr(chat, "BATCH_SIZE", 2)  # of five items: three batches
-    groups = {"a": "x", "b": "x", "c": "y", "d": "", "e": ""}
     items = [
-        {"prompt": name * (5 - i), "answer": "yes"} | ({"group": group} if group else {})
-        for i, (name, group) in enumerate(groups.items())
+        {"prompt": "aaaaa", "answer": "yes", "group": "x"},
+        {"prompt": "bbbb", "answer": "yes", "group": "x"},
+        {"prompt": "ccc", "answer": "yes", "group": "y"},
+        {"prompt": "dd", "answer": "yes"},
+        {"prompt": "e", "answer": "yes"},
     ]
     task, parts = build_chat(items, tokenizer), []
     found = task(accelerator, GPT(SHAPE))
@@ -73,14 +77,12 @@ def test_a_prompt_may_be_text_parts(tokenizer):
     assert question.prompt == user_turn("Why?")
 
 
-def test_bad_items(tokenizer, chat_base):
+def test_bad_items_are_refused(tokenizer):
     for item, message in [
         ({"prompt": "x"}, "item 0 has no field 'answer'"),
-        ({"prompt": "a" * 200, "answer": "x"}, "and the model has 128 positions: remove it"),
-        ({"prompt": user_turn(None), "answer": "x"}, "0 has a prompt .* answered: .* without text"),
-        ({"prompt": user_turn([{"type": "image"}]), "answer": "x"}, "answered: .* not supported"),
+        ({"prompt": "a" * 200, "answer": "x"}, "128 positions"),
+        ({"prompt": user_turn(None), "answer": "x"}, "without text"),
+        ({"prompt": user_turn([{"type": "image"}]), "answer": "x"}, "not supported"),
     ]:
         with refused(message):
             build_chat([item], tokenizer)
-    with refused("has no chat template"):
-        build_chat([{"prompt": "x", "answer": "y"}], load_tokenizer(chat_base))

@@ -1,4 +1,7 @@
-"""CORE on a small bundle, compared with its rules: nanochat's `core_eval.py`, a prompt at a time, by transformers' GPT-2."""
+"""CORE on a small bundle, compared with its rules, those of nanochat's `core_eval.py`.
+
+The rules are applied to one prompt at a time, by transformers' GPT-2.
+"""
 
 import json
 import random
@@ -26,7 +29,7 @@ def words(rng: random.Random, most: int) -> str:
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory):
-    """The directory of a random GPT-2 with a BPE; what it says after a text depends on each token."""
+    """The directory of a random GPT-2 with a BPE, whose next token depends on each token."""
     folder = tmp_path_factory.mktemp("spoken")
     shape = {"n_positions": POSITIONS, "n_layer": 1, "n_head": 2, "n_embd": 16}
     torch.manual_seed(0)
@@ -39,23 +42,21 @@ def spoken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundle(spoken, tmp_path_factory):
-    """A bundle with tasks of each type, with and without examples; some prompts exceed the model's positions. The model says
-    the continuations of the task `Said`."""
+    """A bundle with tasks of each type, with and without examples.
+
+    Some prompts exceed the model's positions. The model says the continuations of `Said`.
+    """
     folder, rng = tmp_path_factory.mktemp("core") / "eval_bundle", random.Random(0)
     (folder / "eval_data" / "small").mkdir(parents=True)
-    choices = [
-        {"query": words(rng, 6), "choices": [words(rng, 4) for _ in range(n)], "gold": n - 2}
-        for n in [4, 4, 3, 2, 4, 5, 4] * 2
-    ]
-    alone = [{**item, "choices": item["choices"][:2], "gold": 1} for item in choices]
-    pronouns = [
-        {
-            "context_options": [words(rng, 3), words(rng, 5)],
-            "continuation": words(rng, 4),
-            "gold": i % 2,
-        }
-        for i in range(9)
-    ]
+    choices, pronouns = [], []
+    for n in [4, 4, 3, 2, 4, 5, 4] * 2:
+        options = [words(rng, 4) for _ in range(n)]
+        choices.append({"query": words(rng, 6), "choices": options, "gold": n - 2})
+    alone = [item | {"choices": item["choices"][:2], "gold": 1} for item in choices]
+    for i in range(9):
+        contexts = [words(rng, 3), words(rng, 5)]
+        item = {"context_options": contexts, "continuation": words(rng, 4), "gold": i % 2}
+        pronouns.append(item)
     endings = [{"context": f" {words(rng, 5)} ", "continuation": words(rng, 1)} for _ in range(12)]
     said, (encode, logits) = [], rules(spoken)
     while len(said) < 12:
@@ -73,25 +74,20 @@ def bundle(spoken, tmp_path_factory):
         ("Endings", "language_modeling", 2, endings, {}),
         ("Said", "language_modeling", 0, said, {"continuation_delimiter": ""}),
     ]
-    listed = []
+    listed, lines = [], "Eval Task,Task Category,Random baseline\n"
     for name, kind, examples, items, more in tasks:
         file = f"small/{name}.jsonl"
         write_lines(folder / "eval_data" / file, items)
-        listed.append(
-            {"label": name, "dataset_uri": file, "num_fewshot": [examples], "icl_task_type": kind}
-            | more
-        )
+        task = {"label": name, "dataset_uri": file, "num_fewshot": [examples]}
+        listed.append(task | {"icl_task_type": kind} | more)
+        lines += f"{name},x,{BASELINES[name]}\n"
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": listed}))
-    lines = [
-        "Eval Task,Task Category,Random baseline",
-        *(f"{n},x,{b}" for n, b in BASELINES.items()),
-    ]
-    (folder / "eval_meta_data.csv").write_text("\n".join(lines))
+    (folder / "eval_meta_data.csv").write_text(lines)
     return folder
 
 
 def rules(folder):
-    """Returns functions that encode a text, and that give the logits, (n, V), of each token of a prompt but the first."""
+    """Returns functions that encode a text, and give the logits of a prompt's tokens, (n, V)."""
     backend = load_tokenizer(folder).backend_tokenizer
     hf = GPT2LMHeadModel.from_pretrained(folder).eval()
 
@@ -103,10 +99,11 @@ def rules(folder):
 
 
 def common(rows: list[list[int]]) -> int:
-    return next(
-        (i for i, own in enumerate(zip(*rows, strict=False)) if len({*own}) > 1),
-        min(map(len, rows)),
-    )
+    """Returns the number of first tokens that all rows share."""
+    for place, ids in enumerate(zip(*rows, strict=False)):
+        if len(set(ids)) > 1:
+            return place
+    return min(map(len, rows))
 
 
 def core_by_its_rules(spoken, folder) -> dict[str, float]:
@@ -199,7 +196,7 @@ def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     lines = (bundle / "eval_data/small/Endings.jsonl").read_text().splitlines()
     random.Random(1337).shuffle(lines)
     assert read_tasks(bundle, 5)[3].items == [json.loads(line) for line in lines[:5]]
-    with refused("is not a readable CORE bundle"):
+    with refused("CORE bundle"):
         open_bundle(tmp_path)
-    with refused("give its folder, ZIP file or URL"):
+    with refused("give its folder"):
         open_bundle()

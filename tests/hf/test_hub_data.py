@@ -1,4 +1,4 @@
-"""Prepared data on the Hub: push, pull and training on it, with the real client and a local server."""
+"""Prepared data on the Hub, with the real client and a local server."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A server that this process is logged in to, and an empty cache."""
+    """A server to which this process is logged in, and an empty cache."""
     monkeypatch.setenv("GPT2_ACCEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with Hub() as server:
@@ -76,7 +76,7 @@ def test_data_is_pushed_pulled_and_trained_on(hub, shards, tmp_path):
 def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
     push_data(shutil.copytree(shards, tmp_path / "pushed"), REPO)
     hub.faults += [("GET", "train_000001.bin", 404)]
-    with refused("user/words could not be downloaded .* start the same command again"):
+    with refused("start the same command again"):
         open_hub(f"hub:{REPO}")
     first = len(hub.requests)
     with ThreadPoolExecutor(2) as pool:
@@ -86,23 +86,24 @@ def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
     assert data_fingerprint(f"hub:{REPO}") == data_fingerprint(shards)
 
 
-@pytest.mark.parametrize("kind, start", [("<u2", (20240520, 1)), ("<u4", (20240801, 7))])
-def test_token_files_of_llm_c_are_downloaded(kind, start, hub, tmp_path):
-    """Those of Llama 3 with the tokenizer beside them."""
+def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
+    """As llm.c writes them for Llama 3."""
     save_tokenizer(byte_tokenizer(), tmp_path / "t")
     files = {f"tokenizer/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
-    ids = np.random.default_rng(0).integers(0, 257, 500)
-    for name in ("train_000001", "train_000002", "val_000000"):
-        header = np.zeros(256, "<i4")
-        header[:3] = *start, len(ids)
-        files[f"x_{name}.bin"] = header.tobytes() + ids.astype(kind).tobytes()
+    ids = np.arange(250, dtype="<u4")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240801, 7, len(ids)
+    content = header.tobytes() + ids.tobytes()
+    files |= dict.fromkeys(
+        ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"], content
+    )
     hub.repos["u/x"] = {"private": False, "commits": [("1" * 40, files)]}
     open_hub("hub:u/x")
     [(stream, _)] = open_split("hub:u/x", "train")
-    assert stream.read(0, 1000).tolist() == [*ids, *ids]
+    assert stream.read(0, 500).tolist() == ids.tolist() * 2
 
 
-def test_what_is_no_prepared_data_is_refused(hub, shards, tmp_path):
+def test_a_repository_without_prepared_data_and_damaged_data_are_refused(hub, shards, tmp_path):
     with refused("user/nothing cannot be found on the Hub"):
         open_hub("hub:user/nothing")
     hub.repos["user/text"] = {"commits": [("1" * 40, {"a.txt": b"a"})]}
@@ -113,5 +114,5 @@ def test_what_is_no_prepared_data_is_refused(hub, shards, tmp_path):
     with open(damaged / "val_000000.bin", "r+b") as file:
         file.seek(1000)
         file.write(b"\xff")
-    with refused("val_000000.bin does not match its checksum"):
+    with refused("val_000000.bin"):
         push_data(damaged, REPO)

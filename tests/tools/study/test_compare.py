@@ -5,8 +5,8 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
-from conftest import refused
 from launching import ROOT
 from scipy.stats import ttest_1samp
 
@@ -39,16 +39,17 @@ def test_verdicts():
     assert judge([]) == "no pair of runs"
     assert "at least two" in judge([0.3])
     assert f"even {MOST_SEEDS:,} seeds" in judge([1.0, -1.0, 0.001])
+
+
+def test_the_named_number_of_seeds_tells_a_difference_of_this_size():
+    """With one pair fewer the interval still contains zero."""
     found = judge([0.1, -0.05, 0.06])
     more = int(found.removeprefix("not distinguishable: about ").split()[0])
-    # With that many more pairs of this mean and spread the interval excludes zero, with one fewer it does not.
     mean, spread = 0.11 / 3, 0.0777
-    for count, excluded in ((3 + more, True), (2 + more, False)):
-        values = [random.Random(i).gauss(0, 1) for i in range(count)]
-        centre = sum(values) / count
-        scale = math.sqrt(sum((v - centre) ** 2 for v in values) / (count - 1))
-        found = judge([mean + spread * (v - centre) / scale for v in values])
-        assert found.startswith("worse" if excluded else "not distinguishable")
+    for count, verdict in ((3 + more, "worse"), (2 + more, "not distinguishable")):
+        values = np.random.default_rng(0).normal(size=count)
+        values = (values - values.mean()) / values.std(ddof=1)
+        assert judge(list(mean + spread * values)).startswith(verdict)
 
 
 def test_equal_variants_are_told_apart_in_one_case_of_twenty():
@@ -68,17 +69,11 @@ def test_equal_variants_are_told_apart_in_one_case_of_twenty():
 @pytest.mark.parametrize(
     "own, base, verdict",
     [
-        ([1.0, 1.1, 1.0], [2.0, 2.05, 2.0], "better"),
         ([1.0, 1.1, math.inf], [2.0, 2.05, math.inf], "better"),
         (
             [math.inf, 1.0, 1.1, 1.0],
             [math.nan, 2.0, 2.05, 2.0],
             "1 of 4 diverged, 0 of 3 of the baseline; better",
-        ),
-        (
-            [math.inf] * 2,
-            [1.0] * 2,
-            "2 of 2 diverged, 0 of 2 of the baseline; no pair of runs",
         ),
     ],
 )
@@ -111,44 +106,3 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir):
     trials = plan(study, tuning + seed_points(study, {}))
     assert min(trial.config.max_steps for trial in trials) >= 73  # 75,000 tokens of 1,024
     assert len({trial.id for trial in trials}) == len(trials)
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ("recipe: quickstart\nvarints: {a: {}}", "unknown part 'varints'"),
-        ("recipe: quickstart\nvariants: {a: 3}", "a is 3: give `name: value` lines"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {tokens: []}", "give numbers above 0"),
-        ("recipe: quickstart\nvariants: {a: {seed: 3}}", "a sets seed, which the study sets"),
-        ("recipe: quickstart\nvariants: {a: {}}\nmetric: b", "one of loss, bits_per_byte, got 'b'"),
-        ("recipe: quickstart\nvariants: {a: {}}\nbudget: {minutes: 1}", "give tokens or flops"),
-        (
-            "recipe: quickstart\nvariants: {a: {beta2: 0.9}}\ntune: {beta2: [0.8, 0.9]}",
-            "a sets beta2, which tune also sets",
-        ),
-    ],
-)
-def test_bad_studies_are_refused_in_a_sentence(content, words, tmp_path):
-    path = tmp_path / "study.yaml"
-    path.write_text(content)
-    with refused(words):
-        read_study(path, ROOT / "recipes")
-
-
-@pytest.mark.parametrize(
-    "own, words",
-    [
-        ({"beta3": 0.9}, "a-seed1: .*unknown option --beta3: did you mean --beta"),
-        ({"beta2": 1.5}, "a-seed1: .*beta2 must be at least 0 and below 1"),
-        ({"eval_every": 0}, "a-seed1: eval_every is 0"),
-        ({"patience": 3}, "a-seed1: patience ends a run before its budget"),
-        (
-            {"warmup_steps": 1, "warmup_share": 0.1},
-            "a-seed1: warmup_share is 0.1: .* and no warmup_steps",
-        ),
-    ],
-)
-def test_settings_that_the_recipe_refuses_are_named_by_run(own, words, data_dir):
-    study = Study(str(ROOT / "tests/train_script.py"), {"a": own}, {"data_dir": str(data_dir)})
-    with refused(words):
-        plan(study, seed_points(study, {}))

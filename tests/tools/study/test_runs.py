@@ -1,7 +1,6 @@
 """Studies by the real recipe: runs in subprocesses, failures, kills, several drivers."""
 
 import csv
-import json
 import random
 import re
 import shutil
@@ -18,7 +17,7 @@ from launching import ROOT, Started, python, wait_for
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.tools.study import runs
-from gpt2_accel.tools.study.runs import failure, read_table, slots
+from gpt2_accel.tools.study.runs import read_table, slots
 from gpt2_accel.tools.study.trials import read_trials
 
 RECIPE = str(ROOT / "tests/train_script.py")
@@ -87,8 +86,10 @@ def running(processes):
 
 @pytest.fixture(scope="module")
 def studied(data_dir, tmp_path_factory):
-    """A study of three variants, of which "wild" diverges and "lost" fails: the result of its command, its folder, and a
-    function that writes a study without "lost"."""
+    """A study of three variants, of which "wild" diverges and "lost" fails.
+
+    The result of its command, its folder, and a function that writes a study without "lost".
+    """
     path = tmp_path_factory.mktemp("study")
     recipe = script(path / "recipe.py", "if 'lost-seed1' in str(sys.argv): sys.exit('no luck')")
     wild = {"learning_rate": 1e30, "max_grad_norm": 0.0}
@@ -106,21 +107,19 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
     done, folder, _ = studied
     assert re.search(r"failed: no luck \(.*/lost-seed1-.*/log.txt\)", done.stderr)
     [row] = re.findall(r"^\| wild .*$", done.stdout, re.MULTILINE)
-    assert "1 of 1 diverged, 0 of 1 of the baseline; no pair of runs" in row
-    assert row in (folder / "study.md").read_text()
-    losses = sorted(float(row["loss"]) for row in rows(folder))
-    assert losses[0] < 6 and losses[1:] == [float("inf")]
+    assert "1 of 1 diverged" in row and row in (folder / "study.md").read_text()
+    assert sorted(float(row["loss"]) for row in rows(folder))[1:] == [float("inf")]
 
 
 def test_a_run_is_the_training_loops(tiny, studied):
-    """A recorded loss equals that of a run outside of the study; its metrics stay, its weights do not."""
+    """Its recorded loss is that of a run outside of the study. Its weights are not kept."""
     _, folder, _ = studied
-    settings = {name: value for name, value in SMALL.items() if name != "warmup_share"}
-    own = {"learning_rate": 1e-2, "seed": 1, "max_steps": 12, "warmup_steps": 1}
-    lines = run(tiny("run", **settings, **own))
-    [row] = [row for row in rows(folder) if own.items() <= json.loads(row["settings"]).items()]
+    settings = SMALL | {"learning_rate": 1e-2, "seed": 1, "max_steps": 12, "warmup_steps": 1}
+    del settings["warmup_share"]
+    lines = run(tiny("run", **settings))
+    [own] = folder.glob("runs/full-seed1-*")
+    [row] = [row for row in rows(folder) if row["id"] in own.name]
     assert float(row["loss"]) == pytest.approx(lines[-1]["val/loss"], rel=1e-6)
-    [own] = folder.glob(f"runs/full-seed1-{row['id']}-*")
     kept = {path.name for path in own.iterdir()}
     assert {"metrics.jsonl", "config.yaml", "run.json", "log.txt"} <= kept
     assert not [name for name in kept if name.endswith(".safetensors") or "checkpoint" in name]
@@ -156,8 +155,8 @@ def test_a_dry_run_says_what_is_left(studied, tmp_path):
     out.mkdir()
     shutil.copy(folder / "runs.csv", out)
     done = compare(write(tmp_path, seeds=2), out, "--dry_run", "true")
-    assert re.search(r" +\| full-seed2 +\| missing +\| [\d.]+k +\| 1.536k +\| 12 ", done.stdout)
-    assert re.search(r"2 runs are not recorded: \S+ FLOPs$", done.stdout.strip())
+    assert re.search(r"full-seed2 +\| missing +\| [\d.]+k +\| 1.536k +\| 12 ", done.stdout)
+    assert "2 runs are not recorded" in done.stdout
     assert [path.name for path in out.iterdir()] == ["runs.csv"]
 
 
@@ -165,14 +164,10 @@ HEAD = "id,settings,parameters,updates,tokens,flops,loss,bits_per_byte,code\n"
 ROW = 'a{},"{{""seed"": 1}}",1000,12,1536,2e6,10.648,4.5,0123456789ab\n'
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        "<<<<<<< HEAD\n",
-        ROW.format(2)[:46],
-        ROW.format(2).replace("10.648", "nan"),
-    ],
-)
+DAMAGED = ["<<<<<<< HEAD\n", ROW.format(2)[:46], ROW.format(2).replace("10.648", "nan")]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_damaged_row_of_the_table_is_refused(damaged, tmp_path):
     table = tmp_path / "runs.csv"
     table.write_text(HEAD + ROW.format(1) + ROW.format(3))
@@ -180,12 +175,6 @@ def test_a_damaged_row_of_the_table_is_refused(damaged, tmp_path):
     table.write_text(HEAD + ROW.format(1) + damaged)
     with refused("runs.csv: row 2 is damaged"):
         read_table(table)
-
-
-def test_what_a_run_failed_of(tmp_path):
-    (tmp_path / "log.txt").write_text("--\ntrain: no space left\n---\n")
-    assert failure(tmp_path, 1) == f"train: no space left ({tmp_path}/log.txt)"
-    assert failure(tmp_path, -9).startswith("killed by SIGKILL ")
 
 
 def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
@@ -200,8 +189,10 @@ def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
 
 
 def test_a_runs_identity(tiny, data_dir, tmp_path):
-    """It has the settings that its recipe takes at its length, such as the quickstart's decay, 1.6 from four passes over a
-    little text on; and the weights of `init_from`, wherever they are."""
+    """It follows from the settings that its recipe takes and the weights of `init_from`.
+
+    The weight decay of the quickstart is 1.6 from four passes over a little text on.
+    """
     model, moved = tmp_path / "model", tmp_path / "moved"
     shape = {"n_layer": 1, "n_embd": 16, "max_steps": 2}
     run(tiny(model, **shape, seed=1))
@@ -225,29 +216,28 @@ def test_a_runs_identity(tiny, data_dir, tmp_path):
 
 @long
 def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
-    """Kills the driver or one of its runs at random, 12 times. The runs of a dead driver end within seconds."""
+    """Kills the driver or one of its runs 12 times. The runs of a dead driver end in seconds."""
     wanted, updates = 12, 5000
     parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
     path, whole, out = study_file(tmp_path, data_dir, **parts), tmp_path / "whole", tmp_path / "out"
     compare(path, whole)
-    draw, kills, starts = random.Random(1), [], 0
-    while len(kills) < wanted:
-        started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / f"log{starts}")
-        driver, starts = psutil.Process(started.pids[0]), starts + 1
-        while started.poll() is None and len(kills) < wanted:
+    draw, kills = random.Random(1), 0
+    while kills < wanted:
+        started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
+        driver = psutil.Process(started.pids[0])
+        while started.poll() is None and kills < wanted:
             time.sleep(draw.uniform(0.5, 8))
             if started.poll() is not None:  # the runs that were not killed are done
                 break
             trainers = driver.children(recursive=True)
             victim = draw.choice([driver, *trainers])
-            kills.append((victim == driver, draw.choice((signal.SIGKILL, signal.SIGTERM))))
-            victim.send_signal(kills[-1][1])
+            victim.send_signal(draw.choice((signal.SIGKILL, signal.SIGTERM)))
+            kills += 1
             if victim == driver:
                 started.wait()
                 psutil.wait_procs(trainers, timeout=30)
                 assert not running(trainers)
-        assert started.wait() or len(kills) == wanted, "the study ended before the kills"
-    print(f"{len(kills)} kills, {sum(of for of, _ in kills)} of the driver, {starts} starts")
+        assert started.wait() or kills == wanted, "the study ended before the kills"
     compare(path, out)
     assert len(rows(out)) == 4
     assert (out / "runs.csv").read_bytes() == (whole / "runs.csv").read_bytes()
@@ -281,8 +271,7 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     assert "tokens: 640" in done.stdout and "tokens: 1.536k" in done.stdout
     assert "adamw: 4 trials chose learning_rate 0.01, lr_schedule constant" in done.stdout
     assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
-    seeds = [json.loads(row["settings"])["seed"] for row in rows(tmp_path / "out")]
-    assert seeds.count(0) == 8 and len(seeds) == 8 + 2 * 2 * 2
+    assert len(rows(tmp_path / "out")) == 8 + 2 * 2 * 2  # trials and runs
 
 
 @pytest.fixture(scope="module")
@@ -299,8 +288,10 @@ def alone(data_dir, tmp_path_factory):
 
 def in_middle(driver, out):
     """Whether a driver trains a run that has a checkpoint."""
-    ids = [Path(file.path).name[1:-5] for file in driver.open_files()]
-    return any(list(out.glob(f"runs/*-{id}-*/checkpoint-*")) for id in ids)
+    for file in driver.open_files():
+        if list(out.glob(f"runs/*-{Path(file.path).name[1:-5]}-*/checkpoint-*")):
+            return True
+    return False
 
 
 @long

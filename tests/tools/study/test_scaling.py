@@ -1,4 +1,4 @@
-"""Scaling laws: the fit on simulated runs, the rules of settings, the grid on a law that is a formula, and the recipe."""
+"""Scaling laws: the fit on simulated runs, the settings, the grid on a formula, and the recipe."""
 
 import itertools
 import math
@@ -31,15 +31,12 @@ def loss_of(law, N, D):
 
 
 def isoflop(budgets, count=7, ratio=1.6):
-    """Returns N, D and the budget of sizes around the best one of Besiroglu et al.'s law, with 6ND FLOPs."""
+    """Returns N, D and C = 6ND of sizes around the best ones by the law of Besiroglu et al."""
     _, A, alpha, B, beta = BESIROGLU
     scale = (alpha * A / (beta * B)) ** (1 / (alpha + beta))
-    points = [
-        (scale * (C / 6) ** (beta / (alpha + beta)) * ratio ** (i - (count - 1) / 2), C)
-        for C in budgets
-        for i in range(count)
-    ]
-    N, C = np.array(points).T
+    C = np.repeat(budgets, count)
+    steps = np.tile(np.arange(count) - (count - 1) / 2, len(budgets))
+    N = scale * (C / 6) ** (beta / (alpha + beta)) * ratio**steps
     return N, C / 6 / N, C
 
 
@@ -54,8 +51,10 @@ def test_a_law_is_found_exactly_and_never_has_a_negative_term():
 
 
 def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right():
-    """Simulated grids of 21 runs with noise, and a new run of ten times the largest budget. `COVERAGE_STUDIES=400` takes two minutes,
-    covered 381 of them, and the right form was refused in 9."""
+    """Simulated grids of 21 runs with noise, and a new run of ten times the largest budget.
+
+    `COVERAGE_STUDIES=400` takes two minutes: 381 were covered, and 9 refused the right form.
+    """
     N, D, C = isoflop([1e18, 3e18, 1e19])
     random, hits, refusals = np.random.default_rng(1), [], []
     [size], [tokens], _ = isoflop([1e20], count=1)
@@ -64,7 +63,6 @@ def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right
         new = loss_of(BESIROGLU, size, tokens) + random.normal(0, 0.005)
         hits.append(abs(new - law.loss(size, tokens)) <= law.half_width(size, tokens))
         refusals.append(law.form < 0.05)
-    print("covered", np.mean(hits), "refused", np.mean(refusals))
     slack = 3 * math.sqrt(0.95 * 0.05 / STUDIES)
     assert 0.95 - slack <= np.mean(hits) <= 0.95 + slack
     assert np.mean(refusals) <= 0.05 + slack
@@ -121,13 +119,11 @@ def test_the_sizes_of_a_budget_have_equal_flops(data_dir):
 
 
 @pytest.mark.parametrize("power", [-1, 1])
-def test_a_minimum_at_the_edge_is_said(power, data_dir):
+def test_a_minimum_at_the_edge_is_named(power, data_dir):
     grid = grid_of(data_dir, [1e11], lambda N, D, _: N**power)
     law = grid.train()
-    assert grid.runs[0].config.n_embd == 16 and law is None
     text = grid.text(law, None)
-    assert "no law: a fit needs at least 8 finished runs" in text
-    assert "the lowest loss is at the smallest or largest size" in text
+    assert law is None and "at least 8 finished runs" in text and "smallest or largest size" in text
     middle = grid_of(data_dir, [1e11], lambda N, D, _: abs(N - grid.runs[3].shape.parameter_count))
     assert "smallest or largest size" not in middle.text(middle.train(), None)
 
@@ -142,23 +138,20 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
     grid = grid_of(data_dir, (1e11, 1e12, 1e13), loss)
     law = grid.train()
     text = grid.text(law, 1e14)
-    p = float(re.search("p = (.*) that the residuals of all budgets have the same mean", text)[1])
-    assert (p < 0.05) == bool(shift) and "do not extrapolate it" in text
+    assert (law.form < 0.05) == bool(shift)
     assert ("95% interval " in text.partition("the best run")[2]) == (not shift)
-    assert "| alpha | " in text
     # The printed command trains the run that the prediction is for.
     words = shlex.split(re.search("train it: gpt2-accel quickstart (.*)", text)[1])
     config, best = parse_config(TrainConfig, words), grid.best(law, 1e14)
     assert f"{best.shape.parameter_count:,} parameters" in estimate_run(config)
-    differ = {"eval_every", "output_dir", "resume_from"}
-    assert {k: v for k, v in config.settings().items() if k not in differ} == {
-        k: v for k, v in best.config.settings().items() if k not in differ
-    }
-    assert config.eval_every == TrainConfig.eval_every and config.optimizer == "muon"
+    expected = best.config.settings()
+    for name in ("eval_every", "output_dir", "resume_from"):  # of a study
+        expected[name] = config.settings()[name]
+    assert config.settings() == expected
 
 
 def test_repeated_data_is_refused_unless_asked_for(data_dir):
-    with refused("reads the data .* times, but .* prepare more text"):
+    with refused("prepare more text"):
         grid_of(data_dir, [1e12], None, max_epochs=4)
     grid = grid_of(data_dir, [1e12], None)
     limit = max(map(grid.epochs, grid.runs))
@@ -167,16 +160,13 @@ def test_repeated_data_is_refused_unless_asked_for(data_dir):
 
 @long
 def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path):
-    options = f"--data_dir {data_dir} --n_positions 32 --max_epochs 99 --sizes 5 --eval_tokens 1024".split()
-    both = (*options, "--budgets", "1e10", "2e10", "--target_flops", "1e11")
-    planned = python(RECIPE, *both, "--dry_run", "true")
+    options = ["--n_positions", "32", "--max_epochs", "99", "--sizes", "5", "--eval_tokens", "1024"]
+    options += ["--data_dir", data_dir, "--budgets", "1e10", "2e10", "--target_flops", "1e11"]
+    planned = python(RECIPE, *options, "--dry_run", "true")
     assert planned.stdout.count("missing ") == 10, planned.stderr
-    done = python(RECIPE, *both, "--output_dir", tmp_path)
+    done = python(RECIPE, *options, "--output_dir", tmp_path)
     assert (tmp_path / "scaling.md").read_text().strip() in done.stdout
     assert (tmp_path / "scaling.png").exists() and (tmp_path / "runs.csv").exists()
-    words = ("1e11 FLOPs has", "no best size, since a term is 0")  # runs this short may not tell
     record = read_json(tmp_path / "law.json")
-    assert [*record["law"]] == ["E", "A", "alpha", "B", "beta"] and record["settings"][
-        "n_positions"
-    ] == 32
-    assert any(text in done.stdout for text in words)
+    assert list(record["law"]) == ["E", "A", "alpha", "B", "beta"]
+    assert record["settings"]["n_positions"] == 32
