@@ -1,4 +1,4 @@
-"""A small Hugging Face Hub on localhost, with the API that the real client needs to create, push, load and fail."""
+"""A small Hugging Face Hub on localhost, with the API that the real client needs."""
 
 import base64
 import hashlib
@@ -6,8 +6,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
@@ -17,10 +15,9 @@ TOKEN = "hf_thisIsASecret"
 class Hub(ThreadingHTTPServer):
     """A server with repositories in memory; a context manager. `url` is its address.
 
-    `faults` are tuples (method, part of the path, fault). The next matching request is answered with the status
-    `fault`, or its connection is closed within its body if `fault` is `cut`; `fault(handler, data, start, end)` answers a
-    request for the bytes [start, end) of a file. While `gate` is cleared, commits wait. A request such as `PUT /lfs/…` that
-    contains `hangs` is never answered. `headers` are those of the last request.
+    `faults` are tuples (method, part of the path, fault). The next matching request is answered
+    with the status `fault`, or its connection is closed within its body if `fault` is `cut`.
+    While `gate` is cleared, commits wait.
     """
 
     daemon_threads = True
@@ -30,10 +27,8 @@ class Hub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.repos: dict[str, dict] = {}  # id -> private, commits: list of (sha, files)
         self.blobs: dict[str, bytes] = {}
-        self.faults: list[tuple[str, str, int | str | Callable]] = []
+        self.faults: list[tuple[str, str, int | str]] = []
         self.requests: list[str] = []
-        self.hangs: str | None = None
-        self.ended = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -43,7 +38,6 @@ class Hub(ThreadingHTTPServer):
 
     def __exit__(self, *_):
         self.gate.set()
-        self.ended.set()
         self.shutdown()
         self.server_close()
 
@@ -72,20 +66,13 @@ class Handler(BaseHTTPRequestHandler):
     def route(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
-        self.server.headers = self.headers
-        if self.server.hangs is not None and self.server.hangs in f"{self.command} {path}":
-            self.server.ended.wait()
+        fault = self.take_fault(path)
+        if fault == "cut":
+            self.rfile.read(int(self.headers["Content-Length"]) // 2)
             self.close_connection = True
+            self.connection.close()
             return
-        self.answer_part, fault = self.send_part, self.take_fault(path)
-        if callable(fault):
-            self.answer_part = partial(fault, self)
-        elif fault:
-            if fault == "cut":
-                self.rfile.read(int(self.headers["Content-Length"]) // 2)
-                self.close_connection = True
-                self.connection.close()
-                return
+        if fault:
             return self.answer(fault, {"error": f"made to fail with {fault}"})
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if path.startswith("/lfs/") and self.command == "PUT":
@@ -209,13 +196,9 @@ class Handler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not match:
             return self.answer(200, data, headers)
-        self.answer_part(data, int(match[1]), int(match[2] or len(data) - 1) + 1)
-
-    def send_part(self, data, start, end, *, place=None, status=206, body=None):
-        """Answers with the bytes [start, end) of a file, or with another range, status or body."""
-        place = place or f"bytes {start}-{end - 1}/{len(data)}"
-        body = data[start:end] if body is None else body
-        self.answer(status, body, [("Content-Range", place)])
+        start, end = int(match[1]), int(match[2] or len(data) - 1) + 1
+        place = f"bytes {start}-{end - 1}/{len(data)}"
+        self.answer(206, data[start:end], [("Content-Range", place)])
 
     def resolve_parquet(self, body, repo_id, path):
         self.resolve(body, repo_id, "main", path)

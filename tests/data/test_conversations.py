@@ -5,11 +5,13 @@ import json
 import os
 import random
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from conftest import chat_rows, make_text, refused, write_lines
 from tokenizers import processors
 
@@ -37,57 +39,21 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 
-ASKED = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-PART = {"type": "text", "text": "So."}
-FORMS = {
-    "messages": {"messages": ASKED, "prompt": "Why?", "source": "made up"},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
-    },
-    "columns of both": {
-        "messages": [{**m, "from": None, "value": None, "tool_calls": None} for m in ASKED]
-    },
-    "a text of JSON": {"id": 5, "messages": json.dumps(ASKED)},
-    "text parts": {"messages": [ASKED[0], {"role": "assistant", "content": [PART]}]},
-    "prompt": {"prompt": "Why?", "completion": "So."},
-    "prompt of messages": {"prompt": ASKED[:1], "completion": ASKED[1:]},
-    "alpaca": {"instruction": "Why?", "input": "", "output": "So.", "text": "…"},
-    "dolly": {"instruction": "Why?", "context": " ", "response": "So.", "category": "qa"},
-}
+ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text())
+ASKED = ROWS["asked"]
 
 
-@pytest.mark.parametrize("row", FORMS.values(), ids=FORMS)
-def test_forms_of_the_hub(row):
-    assert read_messages(row, "here") == (ASKED, [not row.get("completion"), True])
+@pytest.mark.parametrize("case", ROWS["forms"], ids=lambda case: case["form"])
+def test_forms_of_conversations(case):
+    messages = case.get("messages", ASKED)
+    counted = case.get("counted", [True] * len(messages))
+    assert read_messages(case["row"], "here") == (messages, counted)
 
 
-SYSTEM = {"role": "system", "content": "Be kind."}
-OTHER_PARTS = [
-    ({"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED], None),
-    ({"messages": [{**SYSTEM, "content": " "}, *ASKED]}, ASKED, None),  # nothing to say
-    ({"system": "Be kind.", "conversations": ASKED}, [SYSTEM, *ASKED], None),
-    ({"system_prompt": "Be kind.", "messages": ASKED}, [SYSTEM, *ASKED], None),
-    (
-        {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:], "system": "Be kind."},
-        [SYSTEM, *ASKED, *ASKED],
-        [True, False, False, False, True],
-    ),
-    (
-        {"messages": [{**message, "weight": i // 2} for i, message in enumerate(ASKED + ASKED)]},
-        ASKED + ASKED,
-        [False, False, True, True],
-    ),
-    (
-        {"instruction": "Add.", "input": "", "context": "1 and 2", "output": "So."},
-        [{"role": "user", "content": "Add.\n\n1 and 2"}, ASKED[1]],
-        None,
-    ),
-]
-
-
-@pytest.mark.parametrize(("row", "messages", "counted"), OTHER_PARTS)
-def test_other_parts_of_the_forms(row, messages, counted):
-    assert read_messages(row, "here") == (messages, counted or [True] * len(messages))
+@pytest.mark.parametrize("case", ROWS["left_out"])
+def test_rows_that_are_left_out(case):
+    with pytest.raises(Problem, match=case["words"]):
+        read_messages(case["row"], "here")
 
 
 def answered(**changes):
@@ -99,28 +65,6 @@ def answered(**changes):
 def test_a_weight_other_than_0_or_1_is_refused(weight):
     with refused("here, .*weight"):
         read_messages(answered(weight=weight), "here")
-
-
-@pytest.mark.parametrize(
-    "row, problem",
-    [
-        ({"messages": [{"role": "tool", "content": "x"}]}, "not supported"),
-        ({"prompt": "Why?", "completion": "So.", "label": False}, "a label of false"),
-        ({"messages": ASKED, "tools": [{"name": "x"}]}, "not supported"),
-        (answered(reasoning_content="Hm."), "not supported"),
-        (answered(content=[PART, {"type": "image"}]), "not supported"),
-        (answered(content=[{"text": "So.", "image_url": {"url": "x"}}]), "not supported"),
-        ({"messages": ASKED, "images": ["x.png"]}, "not supported"),
-        ({"prompt": "Why?", "completion": "So.", "audio": "x.wav"}, "not supported"),
-        (answered(content=None), "without text"),
-        (None, "without messages"),
-        ({"id": "5", "conversations": ""}, "without messages"),  # of CSV
-        ({"prompt": "Why?", "completion": None}, "without messages"),
-    ],
-)
-def test_problems_of_a_row(row, problem):
-    with pytest.raises(Problem, match=problem):
-        read_messages(row, "here")
 
 
 def prepared(chat_base, folder, rows=None, template=None, tokenizer=None, **options):

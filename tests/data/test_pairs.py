@@ -1,101 +1,38 @@
 """Pairs of answers: forms of rows, what is left out, windows."""
 
-import json
+from pathlib import Path
 
 import pytest
+import yaml
 from conftest import chat_rows, make_text, read_json, refused, run_recipe, write_lines
 
+from gpt2_accel.data import messages
 from gpt2_accel.data.conversations import TOO_LONG, prepare_conversations
-from gpt2_accel.data.messages import (
-    EMPTY,
-    EQUAL,
-    NO_LAST_ANSWER,
-    NOT_SUPPORTED,
-    OTHER_PROMPTS,
-    Problem,
-    read_pair,
-)
+from gpt2_accel.data.messages import EQUAL, Problem, read_pair
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
-ASKED = {"role": "user", "content": "Why?"}
-SYSTEM = {"role": "system", "content": "Be kind."}
-GOOD, BAD = ({"role": "assistant", "content": text} for text in ("So.", "No."))
-PARTS = [{"type": "text", "text": "S"}, {"type": "text", "text": "o."}]
-EARLIER = [ASKED, {"role": "assistant", "content": "How?"}]
+ROWS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", ROWS["forms"], ids=lambda case: case["form"])
+def test_forms_of_a_pair(case):
+    good, bad = ({"role": "assistant", "content": text} for text in ("So.", "No."))
+    asked = case["asked"]
+    assert read_pair(case["row"], "here") == ([*asked, good], [*asked, bad])
+
+
+@pytest.mark.parametrize("case", ROWS["left_out"])
+def test_pairs_that_are_left_out(case):
+    with pytest.raises(Problem) as problem:
+        read_pair(case["row"], "here")
+    assert str(problem.value) == getattr(messages, case["reason"])
 
 
 def pair(prompt="Why?", chosen="So.", rejected="No.", **others):
     """Returns a row."""
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **others}
-
-
-FORMS = {
-    "texts": (pair(), [ASKED]),
-    "prompt of messages": (pair([SYSTEM, ASKED], [GOOD], [BAD]), [SYSTEM, ASKED]),
-    "a text after messages": (pair([*EARLIER, ASKED]), [*EARLIER, ASKED]),
-    "system beside texts": (pair(system="Be kind."), [SYSTEM, ASKED]),
-    "system_prompt beside messages": (
-        pair([ASKED], [GOOD], [BAD], system_prompt="Be kind."),
-        [SYSTEM, ASKED],
-    ),
-    "system beside whole conversations": (
-        {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "system": "Be kind."},
-        [SYSTEM, ASKED],
-    ),
-    "whole conversations": (
-        {"chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]},
-        [SYSTEM, ASKED],
-    ),
-    "of UltraFeedback": (
-        pair("Why?", [ASKED, GOOD], [ASKED, BAD], messages=[ASKED, GOOD], score_chosen=8.0),
-        [ASKED],
-    ),
-    "content as parts": (pair(chosen=[{**GOOD, "content": PARTS}]), [ASKED]),
-    "system in the prompt": (pair([SYSTEM, ASKED], [ASKED, GOOD], [ASKED, BAD]), [SYSTEM, ASKED]),
-    "JSON in columns of CSV": (
-        pair(json.dumps([ASKED]), json.dumps([GOOD]), json.dumps([BAD])),
-        [ASKED],
-    ),
-    "columns of Parquet": (pair(None, [ASKED, GOOD], [ASKED, BAD], system=None), [ASKED]),
-}
-
-
-@pytest.mark.parametrize(("row", "asked"), FORMS.values(), ids=FORMS)
-def test_forms_of_a_pair(row, asked):
-    assert read_pair(row, "here") == ([*asked, GOOD], [*asked, BAD])
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"chosen": [ASKED, GOOD], "rejected": [{**ASKED, "content": "Who?"}, BAD]}, OTHER_PROMPTS),
-        ({"chosen": [ASKED, GOOD], "rejected": [SYSTEM, ASKED, BAD]}, OTHER_PROMPTS),
-        (pair("Who?", [ASKED, GOOD], [ASKED, BAD]), OTHER_PROMPTS),
-        (
-            pair("Why?", [SYSTEM, ASKED, GOOD], [SYSTEM, ASKED, BAD], system="Be rude."),
-            OTHER_PROMPTS,
-        ),
-        (pair("Why?", [{**SYSTEM, "content": " "}], [BAD]), NO_LAST_ANSWER),
-        ({"chosen": [ASKED], "rejected": [ASKED]}, NO_LAST_ANSWER),
-        ({"chosen": [ASKED, GOOD, ASKED], "rejected": [ASKED, BAD, ASKED]}, NO_LAST_ANSWER),
-        (pair(chosen=None), EMPTY),
-        (pair(rejected=""), EMPTY),
-        (pair(rejected=" "), EMPTY),
-        (pair(chosen=[{**GOOD, "content": [{"type": "image", "image": "x"}]}]), NOT_SUPPORTED),
-        (pair(chosen=PARTS), NOT_SUPPORTED),
-        (pair(chosen={"text": "So."}), NOT_SUPPORTED),
-        (pair(chosen=5), NOT_SUPPORTED),
-        (pair(["Why?"]), NOT_SUPPORTED),
-        (pair(str([ASKED]), str([GOOD]), str([BAD])), NOT_SUPPORTED),  # Python's, by pandas
-        (pair(tools=[{"name": "f"}]), NOT_SUPPORTED),
-    ],
-)
-def test_pairs_that_are_left_out(row, reason):
-    with pytest.raises(Problem) as problem:
-        read_pair(row, "here")
-    assert str(problem.value) == reason
 
 
 @pytest.mark.parametrize("row", [{"text": "x"}, {"prompt": "Why?", "chosen": "So."}, ["So."], None])

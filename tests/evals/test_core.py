@@ -3,13 +3,15 @@
 The rules are applied to one prompt at a time, by transformers' GPT-2.
 """
 
-import json
+import csv
 import random
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import make_text, read_json, refused, run, run_recipe, write_lines
 from launching import launch
 from torch.nn.functional import cross_entropy
@@ -17,14 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import GPTConfig, from_pretrained
 from gpt2_accel.evals.core import Core, Task, open_bundle, read_tasks
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer, load_tokenizer, train_bpe
 
-BASELINES = {"Choices": 25, "Pronouns": 50, "Endings": 0, "Alone": 25, "Said": 10}
 POSITIONS, START = 48, 299
-
-
-def words(rng: random.Random, most: int) -> str:
-    return make_text(rng.randint(1, most), rng.randrange(10**6)).strip()
 
 
 @pytest.fixture(scope="module")
@@ -42,47 +40,19 @@ def spoken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundle(spoken, tmp_path_factory):
-    """A bundle with tasks of each type, with and without examples.
-
-    Some prompts exceed the model's positions. The model says the continuations of `Said`.
-    """
+    """The bundle of `core_bundle/`, and items whose continuations the model says."""
     folder, rng = tmp_path_factory.mktemp("core") / "eval_bundle", random.Random(0)
-    (folder / "eval_data" / "small").mkdir(parents=True)
-    choices, pronouns = [], []
-    for n in [4, 4, 3, 2, 4, 5, 4] * 2:
-        options = [words(rng, 4) for _ in range(n)]
-        choices.append({"query": words(rng, 6), "choices": options, "gold": n - 2})
-    alone = [item | {"choices": item["choices"][:2], "gold": 1} for item in choices]
-    for i in range(9):
-        contexts = [words(rng, 3), words(rng, 5)]
-        item = {"context_options": contexts, "continuation": words(rng, 4), "gold": i % 2}
-        pronouns.append(item)
-    endings = [{"context": f" {words(rng, 5)} ", "continuation": words(rng, 1)} for _ in range(12)]
+    shutil.copytree(Path(__file__).with_name("core_bundle"), folder)
     said, (encode, logits) = [], rules(spoken)
     while len(said) < 12:
-        context = words(rng, 60)
+        context = make_text(rng.randint(1, 60), rng.randrange(10**6)).strip()
         ids = [START, *encode(context)]
         ids.append(int(logits([*ids, 0])[-1].argmax()))
         continuation = load_tokenizer(spoken).decode(ids[-1])
         if encode(context + continuation) == ids[1:]:
             said.append({"context": context, "continuation": continuation})
     said += [{"context": "the cat sa", "continuation": "t"}] * 3  # the token "at"
-    tasks = [
-        ("Choices", "multiple_choice", 3, choices, {"continuation_delimiter": "\nAnswer: "}),
-        ("Alone", "multiple_choice", 0, alone, {}),
-        ("Pronouns", "schema", 1, pronouns, {}),
-        ("Endings", "language_modeling", 2, endings, {}),
-        ("Said", "language_modeling", 0, said, {"continuation_delimiter": ""}),
-    ]
-    listed, lines = [], "Eval Task,Task Category,Random baseline\n"
-    for name, kind, examples, items, more in tasks:
-        file = f"small/{name}.jsonl"
-        write_lines(folder / "eval_data" / file, items)
-        task = {"label": name, "dataset_uri": file, "num_fewshot": [examples]}
-        listed.append(task | {"icl_task_type": kind} | more)
-        lines += f"{name},x,{BASELINES[name]}\n"
-    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": listed}))
-    (folder / "eval_meta_data.csv").write_text(lines)
+    write_lines(folder / "eval_data/small/said.jsonl", said)
     return folder
 
 
@@ -106,23 +76,29 @@ def common(rows: list[list[int]]) -> int:
     return min(map(len, rows))
 
 
+def shuffled(path) -> list[dict]:
+    """Returns the items of a task in the order in which they are asked."""
+    items = read_json_lines(path)
+    random.Random(1337).shuffle(items)
+    return items
+
+
 def core_by_its_rules(spoken, folder) -> dict[str, float]:
     """Returns CORE, the accuracy of each task and the number of unaligned items."""
     encode, logits = rules(spoken)
     found, centred, unaligned = {}, [], 0
-    for task in read_json(folder / "core.yaml")["icl_tasks"]:
-        path, kind = folder / "eval_data" / task["dataset_uri"], task["icl_task_type"]
-        items = [json.loads(line) for line in path.read_text().splitlines()]
-        random.Random(1337).shuffle(items)
+    with open(folder / "eval_meta_data.csv", newline="") as file:
+        baselines = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
+    for task in yaml.safe_load((folder / "core.yaml").read_text())["icl_tasks"]:
+        kind, items = task["icl_task_type"], shuffled(folder / "eval_data" / task["dataset_uri"])
         between, right = task.get("continuation_delimiter", " "), 0
 
         def written(item, option, between=between):
             if "choices" in item:
                 return item["query"] + between + item["choices"][option]
-            context = (
-                item["context"].strip() if "context" in item else item["context_options"][option]
-            )
-            return context + between + item["continuation"]
+            if "context_options" in item:
+                return item["context_options"][option] + between + item["continuation"]
+            return item["context"].strip() + between + item["continuation"]
 
         for i, item in enumerate(items):
             others = [j for j in range(len(items)) if j != i]
@@ -146,7 +122,7 @@ def core_by_its_rules(spoken, folder) -> dict[str, float]:
                 losses.append(cross_entropy(logits(row)[-end:], torch.tensor(row[-end:])).item())
             right += losses.index(min(losses)) == item["gold"]
         found[f"core/{task['label']}"] = right / len(items)
-        guessing = BASELINES[task["label"]] / 100
+        guessing = float(baselines[task["label"]]) / 100
         centred.append((right / len(items) - guessing) / (1 - guessing))
     core = sum(centred) / len(centred)
     return {"core/core": core, "core/unaligned_items": unaligned, **found}
@@ -193,9 +169,8 @@ def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
     assert len(read_tasks(open_bundle(packed))) == len(read_tasks(open_bundle(bundle))) == 5
     assert [len(task.items) for task in read_tasks(bundle, 5)] == [5] * 5
-    lines = (bundle / "eval_data/small/Endings.jsonl").read_text().splitlines()
-    random.Random(1337).shuffle(lines)
-    assert read_tasks(bundle, 5)[3].items == [json.loads(line) for line in lines[:5]]
+    expected = shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
+    assert read_tasks(bundle, 5)[3].items == expected
     with refused("CORE bundle"):
         open_bundle(tmp_path)
     with refused("give its folder"):

@@ -2,12 +2,8 @@
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,18 +15,15 @@ from conftest import (
     hellaswag_items,
     losses,
     metrics,
-    refused,
     run,
-    status,
 )
 from datasets import Dataset
 from hub_server import TOKEN, Hub
-from launching import ROOT, python, wait_for
+from launching import ROOT, python
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel import save_pretrained
 from gpt2_accel.callbacks import Pushes
-from gpt2_accel.checkpoint.find import named_checkpoint
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.models.llama import LlamaConfig
@@ -58,8 +51,10 @@ def here(server, monkeypatch):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A server, and a function that runs Python as a logged-in user of it. All tests share them, since libraries read
-    the server's address at import."""
+    """A server, and a function that runs Python as a logged-in user of it.
+
+    All tests share them, since libraries read the server's address at import.
+    """
     at_import = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path_factory.mktemp("home"))}
 
     def command(*arguments, start=python, **options):
@@ -95,7 +90,7 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
     assert not (tmp_path / "run/.uploads").exists()
 
-    # The card has the run's facts, no path of this machine, and code that opens the model in transformers.
+    # The card has the run's facts, no path of this machine, and code that opens the model.
     card = files["README.md"].decode()
     last = metrics(tmp_path / "run")[-1]
     for part in (
@@ -134,8 +129,7 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
     assert b"base_model: user/name\n" in pushed["README.md"]
     if importlib.util.find_spec("matplotlib"):
-        assert pushed["loss.png"].startswith(b"\x89PNG")
-        assert b"\n![Loss](loss.png)\n" in pushed["README.md"]
+        assert b"\n![Loss](loss.png)\n" in pushed["README.md"] and "loss.png" in pushed
 
 
 def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch, capsys):
@@ -175,8 +169,7 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
 )
 def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expected):
     here.faults += faults
-    lines = run(tiny("run", push_to_hub=REPO, hub_strategy="end"))
-    assert len(lines) == 8
+    run(tiny("run", push_to_hub=REPO, hub_strategy="end"))
     said = "".join(capsys.readouterr())
     assert re.search(expected, said), said
     assert not here.faults  # each happened
@@ -185,16 +178,15 @@ def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expecte
 
 
 def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_path):
-    old = {"model-00001-of-00002.safetensors", "last-checkpoint/notes.txt"}
-    here.repos[REPO] = {"commits": [("0" * 40, dict.fromkeys([*old, "notes.md"], b""))]}
+    old = {"model-00001-of-00002.safetensors": b"", "last-checkpoint/notes.txt": b""}
+    here.repos[REPO] = {"commits": [("0" * 40, old | {"notes.md": b""})]}
     config = tiny("run", push_to_hub=REPO, hub_strategy="checkpoint", architecture="qwen3")
     run(config)
     files = here.files(REPO)
     assert json.loads(files["config.json"])["model_type"] == "qwen3"
     assert b"- qwen3\n" in files["README.md"] and b"checkpoint-8" not in files["README.md"]
-    assert "notes.md" in files and not {*old, "run.json", "status.json"} & files.keys()
+    assert "notes.md" in files and not (old.keys() | {"run.json", "status.json"}) & files.keys()
     checkpoint = tmp_path / "run/checkpoint-8"
-    assert "# checkpoint-8\n" in (checkpoint / "README.md").read_text()
     sent = {path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
     assert {f"last-checkpoint/{path}" for path in sent} < files.keys()
 
@@ -226,29 +218,3 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
         here.gate.set()
     assert len(here.repos[REPO]["commits"]) == 3  # creation, first and last checkpoint
     assert sum("uploaded" in line for line in said) == 2
-
-
-def test_a_complete_run_ends_after_two_signals_if_the_hub_never_answers(tiny, server, tmp_path):
-    server.hangs = "PUT /lfs/"  # sent by the client's own threads, which the interpreter joins
-    flags = as_flags(tiny("run", push_to_hub=REPO, hub_strategy="end"))
-    env = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
-    process = subprocess.Popen([sys.executable, SCRIPT, *flags], cwd=ROOT, env=os.environ | env)
-    try:
-        wait_for(lambda: any(request.startswith("PUT /lfs/") for request in server.requests))
-        for _ in range(2):
-            process.send_signal(signal.SIGTERM)
-            time.sleep(1)  # an earlier signal counts as the same one
-        assert process.wait(5) == 0
-    finally:
-        process.kill()
-    found = status(tmp_path / "run")
-    assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
-    assert (tmp_path / "run/model.safetensors").is_file()
-    assert not (tmp_path / "run/.uploads").exists()
-
-
-def test_a_repository_without_a_checkpoint_is_refused(here, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    here.repos[REPO] = {"commits": [("0" * 40, {"config.json": b"{}"})]}
-    with refused("--resume_from user/name is not a checkpoint"):
-        named_checkpoint(REPO)

@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gpt2_accel import from_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
-from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.lora import add_lora, base_of, opening_lines, write_adapter
 
@@ -68,7 +67,7 @@ def start(chat_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chat_run(start):
-    """The folder of a run of twelve updates, from GPT-2 with three new tokens. Tests must not change it."""
+    """The folder of a run of twelve updates with two new tokens. Tests must not change it."""
     before = contents(start / "base")
     given = [f"--model={start / 'base'}", f"--data={start / 'rows.jsonl'}"]
     run_recipe("chat_sft", *given, *flags(start / "run", sequence_length=64))
@@ -91,7 +90,6 @@ def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     rows = [name for name in saved if "trainable_tokens" in name]
     assert all("lora_" in name for name in saved.keys() - rows) and len(rows) == 1
     assert saved[rows[0]].shape == (2, 64)
-    assert not torch.equal(*saved[rows[0]])  # they began equal
     kinds = {".".join(name.split(".")[-3:-2]) for name in saved.keys() - rows}
     assert kinds == {"c_attn", "c_proj", "c_fc"}
     assert all(name.endswith("lora_A.weight") or saved[name].any() for name in saved)
@@ -133,25 +131,26 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
-    with refused("lora 8 -> 4 from update 6: resume an adapter with its original settings"):
+    with refused("lora 8 -> 4"):
         run_recipe("chat_sft", *given, *other)
 
 
-def test_what_opens_a_model_takes_an_adapter(chat_run, start, tmp_path):
+def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
     model, tokenizer = load(chat_run / "checkpoint-12")
     [answer] = complete(model, tokenizer, [user_turn("Who 0?")], Sampling(max_new_tokens=5))
     assert answer.ids
     stage(chat_run / "checkpoint-12", tmp_path / "staged", "user/name")
     assert (tmp_path / "staged" / ADAPTER).is_file()
     assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
+
+
+def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):
     shutil.copytree(chat_run / "adapter", tmp_path / "adapter")
     config = read_json(tmp_path / "adapter/adapter_config.json")
-    assert config["base_model_name_or_path"] == str(start / "base")
     config["base_model_name_or_path"] = str(tmp_path / "gone")
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
-    for opens in (from_pretrained, read_config):
-        with refused("gone is neither a folder nor a model on the Hub"):
-            opens(tmp_path / "adapter")
+    with refused("gone is neither a folder nor a model on the Hub"):
+        from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,8 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     lines = run(tiny("run", **settings, max_steps=20))
     assert losses(lines)[-1] < losses(lines)[0] - 0.01
     folder = tmp_path / "run"
-    saved = load_file(folder / "checkpoint-20" / ADAPTER)
-    assert all("lora_" in name for name in saved) and not any("gate." in name for name in saved)
+    saved = load_file(folder / "adapter" / ADAPTER)
+    assert not any("gate." in name for name in saved)  # of a router
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     if dtype == "bfloat16":  # the base that was trained on
@@ -209,8 +208,7 @@ def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
     opened = opened_by_its_card(tmp_path / "run/adapter")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
     for module in (merged.get_input_embeddings(), merged.get_output_embeddings()):
-        new = module.weight[257:259]
-        assert (new - new.mean(dim=0)).abs().max() > 1e-3  # they began equal
+        assert (module.weight[257] - module.weight[258]).abs().max() > 1e-3  # they began equal
 
 
 def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch):
@@ -230,7 +228,7 @@ def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch
 
 def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("LoRA needs peft: pip install 'peft>=0.20'"):
+    with refused("pip install 'peft"):
         run(tiny("run", lora=4, init_from=str(start / "base")))
 
 
@@ -240,7 +238,7 @@ def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
     ("script", "launch_config"), [("train_script", "8xa100"), ("fsdp_script", "8xa100_fsdp2")]
 )
 def test_two_processes(kind, script, launch_config, start, chat_run, data_dir, tmp_path):
-    """With DDP and FSDP2: the adapter is that of one process, also with new rows, and a resume is exact."""
+    """With DDP and FSDP2 the adapter is that of one process, and a resume is exact."""
     if kind == "gpt2":
         base, data = start / "base", next(chat_run.glob("data-*"))
     else:
@@ -263,10 +261,3 @@ def test_two_processes(kind, script, launch_config, start, chat_run, data_dir, t
     checkpoint = tmp_path / "both/checkpoint-6"
     resumed = trained("resumed", 2, script, launch_config, resume_from=checkpoint)
     assert all(torch.equal(resumed[name], both[name]) for name in both)
-
-
-def test_an_adapter_needs_a_model(tiny):
-    with refused(
-        "--lora trains an adapter of a published or trained model: name it by --init_from"
-    ):
-        run(tiny("run", lora=4))

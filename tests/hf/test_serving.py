@@ -15,17 +15,13 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-import torch
 from conftest import WORDS, randomized, run, tiny_config
 from launching import ROOT, Started, free_port, wait_for
 from test_llama_directories import smollm2_tokenizer
-from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import encode, train_bpe
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
@@ -35,17 +31,18 @@ NASTY = (
     "I'll he'LL don't\n\n\t x=1234567;  日本語 ☃️🦙👩‍👧 café naïve \u00a0\u3000\u200b ½²٣ …—"
     "  the cat   \r\n  #include <a.h> \x00\x7f <|endoftext|>  <|end "
 )
+SERVED = {"max_steps": 60, "n_positions": 64, "log_every": 20}
 needs_llama_cpp = pytest.mark.skipif(not LLAMA, reason="needs llama.cpp: make test-serve")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run with a BPE of its own, as the quickstart's; the text repeats one sentence, so that no two tokens are about
-    equally likely."""
+    """A run with a BPE of its own. The text repeats one sentence, so that no two tokens are
+    about equally likely."""
     path = tmp_path_factory.mktemp("served")
     texts = {"train": [" ".join(WORDS * 9)] * 4, "val": [" ".join(WORDS * 4)]}
     prepare(texts, train_bpe(texts["train"], 300), path / "data", source="made up")
-    run(tiny_config(path / "data", path / "run", max_steps=60, n_positions=64, log_every=20))
+    run(tiny_config(path / "data", path / "run", **SERVED))
     return path / "run"
 
 
@@ -57,21 +54,8 @@ def trained_as(architecture, trained, path):
         data = path.parent / "digits"
         bpe = train_bpe([*texts["train"], "a  1,\n\n  22\t\t3   x"] * 9, 400).backend_tokenizer
         prepare(texts, smollm2_tokenizer(bpe), data, source="made up")
-    changes = {"max_steps": 60, "n_positions": 64, "log_every": 20, "architecture": architecture}
-    run(tiny_config(data, path, **changes, n_embd=32, n_head=4))
+    run(tiny_config(data, path, **SERVED, architecture=architecture, n_head=4))
     return path
-
-
-def own_bpe():
-    return train_bpe(["the cat sat on the mat, he'll say don't to 1234 rats"] * 2, 280)
-
-
-def random_model(shape, vocab_size, option=True):
-    """A model whose weights have the size of trained ones; `option` as in the test of its logits."""
-    if shape is GPTConfig:
-        return randomized(GPT(GPTConfig(vocab_size, 48, 2, 2, 64, bias=option)))
-    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 64, "n_inner": 96}
-    return randomized(shape(vocab_size, 48, **sizes, tied=option).build())
 
 
 def request():
@@ -105,7 +89,7 @@ def streamed(url, **settings):
 
 
 def answers(url, server):
-    """Whether a server answers at `url`; it must not have ended."""
+    """Returns whether a server answers at `url`; it must not have ended."""
     assert server.poll() is None
     with suppress(OSError):
         urlopen(url, timeout=5).close()
@@ -144,27 +128,7 @@ def convert(directory, path, splitting="gpt-2"):
     assert done.returncode == 0, done.stderr
 
 
-@needs_llama_cpp
-@pytest.mark.parametrize("shape", [GPTConfig, LlamaConfig, Qwen3Config])
-@pytest.mark.parametrize("option", [True, False])
-def test_transformers_reads_the_same_logits_from_the_converted_file(option, shape, tmp_path):
-    """`option` is a GPT-2's biases, and another model's tied head."""
-    tokenizer = own_bpe()
-    model = random_model(shape, len(tokenizer), option)
-    save_pretrained(model, tmp_path, tokenizer)
-    convert(tmp_path, tmp_path / "model.gguf")
-    # transformers reads neither a GPT-2's positions nor the channels of a Qwen3's head.
-    sizes = {"n_positions": 48} if shape is GPTConfig else {"head_dim": 16}
-    read = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="model.gguf", dtype=torch.float32, **sizes
-    )
-    ids = torch.randint(0, len(tokenizer), (2, 40))
-    with torch.no_grad():
-        expected, found = model(ids), read.eval()(ids).logits
-    assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
-
-
-# Reads {file, text, new_tokens} from stdin; prints the ids of the text, and the greedy continuation of the ids.
+# Reads {file, text, prompt, new_tokens}; prints the ids of the text and the greedy continuation.
 TOKENS = """
 import json, sys
 from llama_cpp import Llama
@@ -195,7 +159,8 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
     if kind == "gpt2":
         tokenizer = request.getfixturevalue("gpt2")
         trained = tmp_path / "gpt2"
-        save_pretrained(random_model(GPTConfig, len(tokenizer)), trained, tokenizer)
+        model = randomized(GPT(GPTConfig(len(tokenizer), 48, 2, 2, 64)))
+        save_pretrained(model, trained, tokenizer)
     path = tmp_path / "model.gguf"
     convert(trained, path, "smollm" if kind == "llama" else "gpt-2")
     model, tokenizer = load(trained)

@@ -1,4 +1,4 @@
-"""Models of `transformers` that the package has no module for: opened, trained, saved as their own class would."""
+"""Classes of `transformers` for which the package has no module: opened, trained and saved."""
 
 import json
 import math
@@ -17,7 +17,6 @@ from conftest import (
     metrics,
     read_json,
     refused,
-    reset_accelerate,
     run,
     run_recipe,
     tiny_config,
@@ -36,7 +35,6 @@ from gpt2_accel.models import any_model
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, documents_cross
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.optim.muon import Muon
-from gpt2_accel.train import train
 
 UPDATES, PEAK = 20, 3e-3
 MODELS = os.environ.get("MODELS")  # `make test-models` tries all families
@@ -78,15 +76,8 @@ def plain_losses(directory, data_dir, updates):
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else FEW)
 def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp_path):
     start = save_family(kind, tmp_path / "start")
-    config = tiny(
-        "run",
-        init_from=str(start),
-        max_steps=UPDATES,
-        warmup_steps=0,
-        learning_rate=PEAK,
-        total_batch_size=8 * 32,
-    )
-    lines = run(config)
+    settings = {"max_steps": UPDATES, "warmup_steps": 0, "learning_rate": PEAK}
+    lines = run(tiny("run", init_from=str(start), total_batch_size=8 * 32, **settings))
     expected, model = plain_losses(start, data_dir, UPDATES)
     assert losses(lines) == pytest.approx(expected, abs=1e-6)
     assert expected[-1] < expected[0] - 0.5
@@ -104,22 +95,18 @@ def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["mixtral"])
 def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     start = save_family(kind, tmp_path / "start")
-    settings = {
-        "init_from": str(start),
-        "optimizer": "muon",
-        "learning_rate": 1e-3,
-        "save_every": 4,
-    }
+    settings = {"init_from": str(start), "optimizer": "muon", "learning_rate": 1e-3}
+    settings["save_every"] = 4
     alone = run(tiny("alone", **settings))
     resumed = run(tiny("resumed", **settings, resume_from=str(tmp_path / "alone/checkpoint-4")))
     assert losses(resumed) == losses(alone)[4:]
-    paths = [tmp_path / name / "model.safetensors" for name in ("alone", "resumed")]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
+    one, other = (tmp_path / name / "model.safetensors" for name in ("alone", "resumed"))
+    assert one.read_bytes() == other.read_bytes()
 
     def several(name, config, script, **changes):
-        flags = ("--mixed_precision", "no", "--dynamo_backend", "no", script)
-        config_of_run = tiny(name, **settings, **changes)
-        launch(*flags, *as_flags(config_of_run), processes=2, config=config)
+        flags = as_flags(tiny(name, **settings, **changes))
+        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+        launch(*eager, script, *flags, processes=2, config=config)
         return losses(metrics(tmp_path / name))
 
     ddp = several("ddp", "8xa100", "tests/train_script.py")
@@ -131,50 +118,46 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     assert back == pytest.approx(ddp[4:], abs=1e-4)
 
 
+QUANTIZED = {"model_type": "olmo2", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"model_type": "roberta"}, "RobertaForCausalLM sees later tokens"),
-        ({"model_type": "gemma3"}, "Gemma3ForConditionalGeneration is a multimodal model"),
+        ({"model_type": "gemma3"}, "multimodal"),
         ({"model_type": "t5"}, "t5 is not a causal language model"),
-        (
-            {"model_type": "olmo2", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantized",
-        ),
-        (
-            {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}},
-            "'mine' without remote code",
-        ),
+        (QUANTIZED, "quantized"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "remote code"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(values, message, tmp_path):
+def test_a_config_that_cannot_be_trained_is_refused(values, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     with refused(message):
         read_config(tmp_path)
-    with refused(message):
-        from_pretrained(tmp_path)
 
 
-def test_the_own_module_is_taken_where_it_computes_the_same(tmp_path):
-    for name, changes, own in (
+ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "own"),
+    [
         ("llama", {}, True),
         ("llama", {"attention_bias": True}, False),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            False,
-        ),
+        ("llama", {"rope_parameters": ROPE}, False),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, False),
         ("gpt2", {"n_inner": 48}, False),
-    ):
-        folder = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
-        model = family_model(name, **changes)
-        model.save_pretrained(folder)
-        found = from_pretrained(folder)
-        assert isinstance(found, AnyModel) != own, (name, changes)
-        ids = torch.arange(32)[None]
-        torch.testing.assert_close(found.eval()(ids), model.eval()(ids).logits, atol=1e-5, rtol=0)
+    ],
+)
+def test_our_module_is_taken_where_it_computes_the_same(kind, changes, own, tmp_path):
+    model = family_model(kind, **changes)
+    model.save_pretrained(tmp_path)
+    found = from_pretrained(tmp_path)
+    assert isinstance(found, AnyModel) != own
+    ids = torch.arange(32)[None]
+    torch.testing.assert_close(found.eval()(ids), model.eval()(ids).logits, atol=1e-5, rtol=0)
 
 
 def test_a_new_model_of_a_config_is_initialised_as_its_class(tiny, tmp_path):
@@ -217,7 +200,7 @@ def muon_update(weights, gradients):
 
 
 def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
-    """An update equals that of a matrix of its own, in the form of `nn.Linear`. Its iteration is in bf16."""
+    """An update equals that of a separate matrix of `nn.Linear`, up to rounding in bf16."""
     experts, gradients = torch.randn(2, 3, 8, 4)
     [found] = muon_update([experts], [gradients])
     expected = torch.stack(muon_update(list(experts), list(gradients)))
@@ -242,54 +225,42 @@ def test_documents_stay_apart_or_the_class_is_refused(kind, backend, monkeypatch
     assert documents_cross(shape)
 
 
-def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_path, capsys):
-    """OPT learns each conversation as if it were alone: the first loss is that of the rows one by one."""
+def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_path):
+    """A window of OPT has one conversation."""
     data = write_lines(tmp_path / "chat.jsonl", chat_rows(40))
     base = save_family("opt", tmp_path / "base", max_position_embeddings=128)
-    flags = (
-        f"--data {data} --model {base} --max_steps 2 --micro_batch_size 2 --total_batch_size 256"
-    )
-    run_recipe("chat_sft", *flags.split(), "--output_dir", tmp_path / "run")
-    assert "each window has one conversation" in capsys.readouterr().out
+    flags = ["--max_steps", "2", "--micro_batch_size", "2", "--total_batch_size", "256"]
+    flags += ["--data", data, "--model", base, "--output_dir", tmp_path / "run"]
+    run_recipe("chat_sft", *flags)
     [folder] = (tmp_path / "run").glob("data-*")
     manifest = read_json(folder / "manifest.json")
     entry = manifest["splits"]["train"]
     assert entry["tokens"] == entry["documents"] * manifest["sequence_length"]
-    reset_accelerate()
-    packed = folder.parent / "packed"
-    prepare_conversations(
-        [str(data)],
-        load_data_tokenizer(folder),
-        packed,
-        sequence_length=128,
-        source="",
-        model=str(base),
-    )
+    settings = {"sequence_length": 128, "source": "", "model": str(base)}
+    packed = tmp_path / "packed"
+    prepare_conversations([str(data)], load_data_tokenizer(folder), packed, **settings)
     with refused("OPTForCausalLM does not keep documents apart"):
-        train(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
+        run(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
 
 
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text", "phi3"])
-def test_text_chat_and_samples_with_a_tokenizer_of_the_familys_kind(kind, tmp_path, capsys):
+def test_text_chat_and_samples_with_the_tokenizer_of_a_family(kind, tmp_path, capsys):
     text = "".join(make_text(40, seed) for seed in range(90))
-    tokenizer, base, chat = own_tokenizer(kind, [text]), tmp_path / "base", tmp_path / "chat.jsonl"
+    tokenizer, base, tuned = own_tokenizer(kind, [text]), tmp_path / "base", tmp_path / "tuned"
     family_model(kind, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(base)
     tokenizer.save_pretrained(base)
     (tmp_path / "text.txt").write_text(text)
-    data, tuned = tmp_path / "data", tmp_path / "tuned"
-    run_recipe(
-        "prepare_data", "text", tmp_path / "text.txt", "--tokenizer", base, "--data_dir", data
-    )
-    stream = TokenStream(data, "train")
+    flags = ["--tokenizer", base, "--data_dir", tmp_path / "data"]
+    run_recipe("prepare_data", "text", tmp_path / "text.txt", *flags)
+    stream = TokenStream(tmp_path / "data", "train")
     ids = stream.read(0, stream.tokens).tolist()
     assert tokenizer.decode(ids, skip_special_tokens=True) in text
     settings = "--max_steps 4 --micro_batch_size 2 --sequence_length 64 --total_batch_size 256"
     settings = [*settings.split(), "--eval_tokens", 256]
-    flags = ["--init_from", base, "--data_dir", data, "--dropout", 0, "--keep_best", "false"]
-    run_recipe("finetune_shakespeare", *flags, *settings, "--output_dir", tuned)
-    write_lines(chat, chat_rows(30))
-    flags = ["--data", chat, "--model", tuned, "--output_dir", tmp_path / "chat"]
-    run_recipe("chat_sft", *flags, *settings)
+    flags = ["--init_from", base, "--data_dir", tmp_path / "data", "--output_dir", tuned]
+    run_recipe("finetune_shakespeare", *flags, *settings, "--dropout", 0, "--keep_best", "false")
+    flags = ["--data", write_lines(tmp_path / "chat.jsonl", chat_rows(30)), "--model", tuned]
+    run_recipe("chat_sft", *flags, *settings, "--output_dir", tmp_path / "chat")
     capsys.readouterr()
     flags = ["--prompt", "the cat", "--max_new_tokens", 8, "--temperature", 0]
     run_recipe("sample", "--model", tmp_path / "chat", *flags)

@@ -1,4 +1,4 @@
-"""What runs without gradients, on fake tensors of another device: every operation has its shapes, dtypes and device, without a GPU."""
+"""Shapes, dtypes and devices without gradients, on fake tensors of another device."""
 
 from contextlib import nullcontext
 
@@ -18,9 +18,8 @@ OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    monkeypatch.setattr(
-        torch, "is_autocast_enabled", lambda _: False
-    )  # autocast has no such device
+    # Autocast does not have this device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     allowed = config.patch(fake_tensor_allow_meta=True)
     with allowed, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

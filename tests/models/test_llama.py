@@ -1,4 +1,4 @@
-"""Llama, Qwen3 and nanochat beside those of transformers."""
+"""Llama, Qwen3 and nanochat equal those of transformers."""
 
 import random
 
@@ -78,7 +78,7 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, dtype, tolerance
         for name, parameter in model.named_parameters():
             expected = gradients[name if name == "lm_head.weight" else f"model.{name}"]
             found, padding = parameter.grad[: len(expected)], parameter.grad[len(expected) :]
-            # Ten times as much: HF's norms and angles are in fp32 also in fp64, and the gains' gradients are small.
+            # Ten times as much: HF has norms and angles in fp32, and gradients of gains are small.
             scale = {"rtol": 0, "atol": 10 * tolerance * expected.abs().max().item()}
             torch.testing.assert_close(found, expected, **scale)
             assert not padding.any()
@@ -108,7 +108,7 @@ def test_a_nanochat_without_a_cap(tmp_path):
     torch.testing.assert_close(model(input_ids), reference(input_ids).logits, rtol=0, atol=1e-3)
     reference.config.save_pretrained(tmp_path)
     assert read_config(tmp_path) == tiny(NanochatConfig, soft_cap=None)
-    with refused("soft_cap must be above 0, got 0.0"):
+    with refused("soft_cap"):
         tiny(NanochatConfig, soft_cap=0.0)
 
 
@@ -170,14 +170,5 @@ def test_a_depth_that_the_loaded_model_does_not_have_is_refused(kind):
     settings = Settings()
     settings.init_from, settings.architecture, settings.depth = "mine", kind.architecture, 2
     check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
-    with refused("with n_layer = 3: leave out --architecture and --depth, which are"):
+    with refused("n_layer = 3: leave out --architecture and --depth"):
         check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
-
-
-def test_settings_that_an_architecture_does_not_have_are_refused(kind):
-    settings = Settings()
-    settings.dropout = 0.1
-    with refused(f"{kind.architecture} has no dropout: give --dropout 0"):
-        kind.from_settings(settings, 100)
-    with refused("head_dim .7. is odd"):
-        tiny(kind, head_dim=7)

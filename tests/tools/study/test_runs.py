@@ -22,19 +22,7 @@ from gpt2_accel.tools.study.trials import read_trials
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
-SMALL = {
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 16,
-    "n_positions": 32,
-    "micro_batch_size": 4,
-    "total_batch_size": 128,
-    "warmup_share": 0.1,
-    "eval_every": 10,
-    "eval_tokens": 1024,
-    "sample_every": 0,
-    "save_every": 0,
-}
+STUDY = yaml.safe_load(Path(__file__).with_name("study.yaml").read_text())
 
 
 SCRIPT = """import sys
@@ -54,18 +42,12 @@ def script(path, line=""):
     return str(path)
 
 
-def study_file(folder, data_dir, **parts):
-    """Writes a study of two learning rates; returns its path."""
-    settings = SMALL | {"data_dir": str(data_dir)} | parts.pop("settings", {})
-    content = {
-        "recipe": RECIPE,
-        "settings": settings,
-        "variants": {"full": {"learning_rate": 1e-2}, "half": {"learning_rate": 5e-3}},
-        "budget": {"tokens": 12 * 128},
-        "seeds": 2,
-    }
+def study_file(folder, data_dir, settings=None, **parts):
+    """Writes study.yaml with other parts and settings; returns its path."""
+    content = {"recipe": RECIPE} | STUDY | parts
+    content["settings"] = STUDY["settings"] | {"data_dir": str(data_dir)} | (settings or {})
     path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(content | parts, sort_keys=False))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 
@@ -114,7 +96,12 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
 def test_a_run_is_the_training_loops(tiny, studied):
     """Its recorded loss is that of a run outside of the study. Its weights are not kept."""
     _, folder, _ = studied
-    settings = SMALL | {"learning_rate": 1e-2, "seed": 1, "max_steps": 12, "warmup_steps": 1}
+    settings = STUDY["settings"] | {
+        "learning_rate": 1e-2,
+        "seed": 1,
+        "max_steps": 12,
+        "warmup_steps": 1,
+    }
     del settings["warmup_share"]
     lines = run(tiny("run", **settings))
     [own] = folder.glob("runs/full-seed1-*")
