@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +132,12 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
     assert 0 < manifest["left_out"][f"{REFUSED} (too short)"][0] < 20 and manifest["model"] == "u/n"
 
 
-@pytest.mark.parametrize("count", [2, 3, 30])
-def test_what_is_trained_alike_shares_a_split_and_each_split_has_some(chat_base, count, tmp_path):
+# The questions of held-out conversations by the number of conversations; a hash chooses them.
+HELD_OUT = {2: ["When 0?"], 3: ["When 0?"], 30: ["How 13?"]}
+
+
+@pytest.mark.parametrize("count", HELD_OUT)
+def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, count, tmp_path):
     """Also conversations that differ in spaces that the template trims, or after the cut."""
     rows = [*chat_rows(count - 1), answered(content="so " * 30)]
     end = answered(content="so " * 30 + "end")
@@ -147,15 +150,9 @@ def test_what_is_trained_alike_shares_a_split_and_each_split_has_some(chat_base,
     assert sum(map(len, found)) == 3 * count
     train, val = map(set, found)
     assert len(train) + len(val) == len(train | val) == count
-    hashes = {}  # of the messages of the first of equal rows
-    for row in rows:
-        text = json.dumps(row["messages"], sort_keys=True)
-        hashes[int(sha256(text.encode()).hexdigest()[:16], 16)] = row["messages"]
-    chosen = [number for number in hashes if number % 20 == 0]
-    if not 0.01 <= len(chosen) / count <= 0.15:
-        chosen = sorted(hashes)[: max(1, round(count / 20))]
-    template = load_data_tokenizer(tmp_path / "chat").apply_chat_template
-    assert val == {tuple(template(hashes[number])["input_ids"][:64]) for number in chosen}
+    decode = load_data_tokenizer(tmp_path / "chat").decode
+    asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in val]
+    assert sorted(asked) == HELD_OUT[count]
 
 
 TWO_BLOCKS = """\

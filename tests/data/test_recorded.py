@@ -8,9 +8,11 @@ Tokens are compared over a whole split, however it is cut into shards.
 import hashlib
 import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from conftest import make_text, run_recipe
 
 from gpt2_accel.data.loader import TrainLoader, open_split, shuffled
@@ -19,24 +21,8 @@ from gpt2_accel.data.prepare import prepare, prepare_text
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
+RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
 HELD_OUT = [25, 28, 34, 37, 52, 56]  # of 60 files, by a hash of their names
-# Position in the order, the first windows from there, the digest of 4,096.
-# Windows of a mixture are [set, window].
-ORDERS = [
-    ("1000", 0, [304, 341, 916], "1f292ce04338c93e"),
-    ("1000", 12345, [356, 646, 303], "4d97f8490d1483c0"),
-    ("200003", 0, [32980, 80282, 137307], "7c04ab71ff0012b0"),
-    ("200003", 64000, [143249, 163202, 110016], "a6b5d6de580abe1d"),  # two groups of 65,536
-    ("200003", 400010, [141744, 118589, 56131], "8bed8f234a2ca611"),  # the third epoch
-    ("mix", 0, [[0, 9], [0, 41], [0, 7]], "b3d6fcda8ffc3c64"),
-    ("mix", 5000000, [[0, 14], [0, 46], [2, 122838]], "a7ac76313378e117"),
-]
-# Rank, number of ranks, the digests of inputs and targets.
-BATCHES = [
-    (0, 1, "c4903e6e7e7e1262", "72e9fc4c4f577e95"),
-    (0, 2, "aea1899a9e38cdca", "13a3d872a92afade"),
-    (1, 2, "5f1c0dd7ea5d813c", "95cd66d2e0ed6c7d"),
-]
 
 
 def digest(numbers) -> str:
@@ -88,12 +74,12 @@ def test_a_folder_of_texts_keeps_its_order_and_its_held_out_files(tmp_path):
         (folder / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
         (folder / f"{'abc'[i % 3]}/{i:02}.txt").write_text(text)
     run_recipe("prepare_data", "text", folder, "--tokenizer", "bytes", "--data_dir", data)
-    for split in ("train", "val"):
-        numbers = [
-            i for i in sorted(texts, key=lambda i: i % 3) if (i in HELD_OUT) == (split == "val")
-        ]
-        expected = "".join("|" + texts[i] for i in numbers)
-        assert [ord("|") if t == 256 else t for t in tokens_of(data, split)] == [*expected.encode()]
+    expected = {"train": [], "val": []}
+    for i in sorted(texts, key=lambda i: i % 3):
+        tokens = [256, *texts[i].encode()]
+        expected["val" if i in HELD_OUT else "train"] += tokens
+    for split, tokens in expected.items():
+        assert tokens_of(data, split).tolist() == tokens
 
 
 def test_a_folder_of_shards_opens_and_keeps_its_fingerprint(tmp_path):
@@ -129,12 +115,12 @@ def loader(folder, **ranks):
     return TrainLoader(parts, sequence_length=1, micro_batch_size=4, seed=3, **ranks)
 
 
-@pytest.mark.parametrize(("name", "first", "start", "content"), ORDERS)
-def test_the_training_order(sets, name, first, start, content):
-    samples = loader(sets / name).samples(first, 4096)
-    if name != "mix":
+@pytest.mark.parametrize("case", RECORDED["orders"], ids=lambda case: case["digest"])
+def test_the_training_order(sets, case):
+    samples = loader(sets / str(case["set"])).samples(case["first"], 4096)
+    if case["set"] != "mix":
         samples = [window for _, window in samples]
-    assert samples[:3] == start and digest(samples) == content
+    assert samples[:3] == case["start"] and digest(samples) == case["digest"]
 
 
 def test_the_order_of_one_epoch():
@@ -143,9 +129,10 @@ def test_the_order_of_one_epoch():
     assert digest(shuffled(np.arange(99_000, 100_000), 100_000, 5, 2)) == "6bae592a2516b072"
 
 
-@pytest.mark.parametrize(("rank", "world_size", "inputs", "targets"), BATCHES)
-def test_the_micro_batches_of_an_update(sets, rank, world_size, inputs, targets):
+@pytest.mark.parametrize("case", RECORDED["batches"])
+def test_the_micro_batches_of_an_update(sets, case):
+    rank, world_size = case["rank"], case["world_size"]
     batches = list(loader(sets / "mix", rank=rank, world_size=world_size).update(96, 16))
     assert [batch.divisor for batch in batches] == [4 / world_size] * (4 // world_size)
-    assert digest([batch.input_ids.tolist() for batch in batches]) == inputs
-    assert digest([batch.targets.tolist() for batch in batches]) == targets
+    assert digest([batch.input_ids.tolist() for batch in batches]) == case["inputs"]
+    assert digest([batch.targets.tolist() for batch in batches]) == case["targets"]

@@ -35,7 +35,7 @@ def test_checkpointed_activations_need_less_than_half():
 
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
-    """The batch of 60 sequences has 12 divisors. Dynamo compiles a static model 8 times and is then uncompiled."""
+    """A batch of 60 sequences has 12 divisors, and Dynamo compiles a static model 8 times only."""
     monkeypatch.setenv(OVERRIDES, json.dumps({"reports_out_of_memory": True}))
     torch._dynamo.reset()
     plain = GPTConfig(vocab_size=128, n_positions=8, n_layer=1, n_head=1, n_embd=16).build()

@@ -4,6 +4,7 @@ The rules are applied to one prompt at a time, by transformers' GPT-2.
 """
 
 import csv
+import json
 import random
 import shutil
 from collections import Counter
@@ -19,7 +20,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import GPTConfig, from_pretrained
 from gpt2_accel.evals.core import Core, Task, open_bundle, read_tasks
-from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import char_tokenizer, load_tokenizer, train_bpe
 
 POSITIONS, START = 48, 299
@@ -78,7 +78,7 @@ def common(rows: list[list[int]]) -> int:
 
 def shuffled(path) -> list[dict]:
     """Returns the items of a task in the order in which they are asked."""
-    items = read_json_lines(path)
+    items = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(1337).shuffle(items)
     return items
 

