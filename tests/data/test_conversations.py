@@ -95,7 +95,7 @@ def documents(manifest):
     return {name: entry["documents"] for name, entry in manifest["splits"].items()}
 
 
-def test_what_is_left_out_is_counted_and_named(chat_base, tmp_path):
+def test_rows_that_are_left_out_are_counted_and_named(chat_base, tmp_path):
     bad = {
         "no_answer": {"messages": ASKED[:1]},
         "role": answered(role=["user"]),
@@ -246,7 +246,7 @@ def test_windows_are_as_short_as_the_longest_conversation(chat_base, longest, le
     assert documents(manifest) == {"train": 20, "val": 1}
 
 
-def test_a_conversation_goes_to_the_window_with_the_least_room_that_it_fits():
+def test_a_conversation_goes_to_the_fullest_window_with_room_for_it():
     assert best_fit(np.array([6, 2, 7, 3, 1]), 10) == [[0, 1, 4], [2, 3]]
 
 
@@ -332,7 +332,7 @@ def loader(folder, **options):
     return TrainLoader(open_split(folder, "train"), **settings)
 
 
-def test_what_does_not_fit_the_windows_is_refused(chat_base, tmp_path):
+def test_other_settings_and_other_window_lengths_are_refused(chat_base, tmp_path):
     assert prepared(chat_base, tmp_path / "a") == prepared(chat_base, tmp_path / "a")
     with refused("exists already"):
         prepared(chat_base, tmp_path / "a", model=str(tmp_path))

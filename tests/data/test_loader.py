@@ -38,7 +38,7 @@ def mixture_loader(data_dir, **changes):
 
 
 @pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
-def test_a_mixture_follows_its_weights_and_each_data_sets_order(shares):
+def test_a_mixture_follows_its_weights_and_the_order_of_each_data_set(shares):
     positions = np.arange(10 * PERIOD)
     sets, places = locate(positions, shares, 5)
     for number, share in enumerate(shares):
@@ -58,7 +58,7 @@ def test_a_mixture_trains_and_evaluates_by_its_weights(mixed, tmp_path):
     assert capital == pytest.approx(0.25, abs=0.002)
 
 
-def test_evaluation_reads_each_window_of_a_mixture_once_by_shares(mixed):
+def test_evaluation_reads_each_window_of_a_mixture_once_by_weights(mixed):
     settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
     seen = []
     for rank in range(2):

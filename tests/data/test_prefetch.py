@@ -22,7 +22,7 @@ def batch(number):
     return Batch(torch.full((1,), number), torch.full((1,), number), divisor=number)
 
 
-def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_for():
+def test_the_order_is_kept_and_few_batches_are_read_ahead():
     started = []
 
     def read():
@@ -42,7 +42,7 @@ def test_order_is_kept_and_at_most_ahead_batches_are_read_before_they_are_asked_
     assert number == 19 and not threads()
 
 
-def test_error_of_the_thread_is_raised_in_place_of_its_batch():
+def test_an_error_of_the_thread_is_raised_in_place_of_its_batch():
     def read():
         yield batch(0)
         raise ValueError("shard 7 is damaged")
@@ -70,7 +70,7 @@ def test_the_thread_never_touches_a_gpu(monkeypatch):
     assert set(callers) == {threading.main_thread()} and len(callers) == 16
 
 
-def test_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
+def test_the_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
     def failing(step):
         if step == 3:
             assert threads()

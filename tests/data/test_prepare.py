@@ -122,7 +122,7 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(corpus,
     assert all(val.count(text) in (7, 8) for text in rows) and len(val) <= 7 * len(rows) + 20
 
 
-def test_a_folder_of_text_means_its_text(tmp_path, capsys):
+def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
     folder = tmp_path / "mine"
     (folder / ".git").mkdir(parents=True)
     for name in ("handbook.md", "code.py", "LICENSE", ".hidden.txt", ".git/config"):
@@ -141,7 +141,7 @@ def test_a_folder_of_text_means_its_text(tmp_path, capsys):
     assert begins == ["text of LICENSE", "text of code.py", "text of handbook.md"]
 
 
-def test_empty_rows_halves_of_characters_and_separators(tmp_path):
+def test_empty_rows_lone_surrogates_and_separators_in_a_text(tmp_path):
     lines = """\ufeff{"text": ""}
 {"text": null}
 {"text": "é"}
@@ -270,7 +270,7 @@ def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
 
 
 @pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
-def test_what_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
+def test_a_value_that_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
     (tmp_path / "a.jsonl").write_text(f'{{"ids": [1]}}\n{json.dumps({"ids": row})}\n')
     with refused("a.jsonl, line 2, .*from 0 to 256"):
         corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
@@ -293,7 +293,7 @@ def hub_content(suffix, folder):
 
 
 @long
-def test_data_sets_of_the_hub_are_streamed_and_retried_and_a_missing_network_is_reported(tmp_path):
+def test_data_sets_of_the_hub_are_streamed_and_failed_requests_are_repeated(tmp_path):
     def prepared(name, fails=True):
         args = ("hf", name, "--tokenizer", "bytes", "--data_dir", tmp_path / name)
         return python(RECIPE, *args, at_import=at_import, fails=fails, HF_TOKEN=TOKEN)
@@ -397,5 +397,5 @@ def test_prepared_data_is_not_overwritten(tmp_path):
         prepare(splits, byte_tokenizer(), tmp_path / "d", source="made up")
 
 
-def test_a_bpe_is_trained_beside_a_long_line_without_spaces():
+def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():
     assert len(train_bpe(["x" * 3_000_000, "the cat sat on the mat " * 9], 260)) == 260

@@ -55,7 +55,7 @@ def test_a_trained_bpe_and_its_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["characters", "gpt2"])
-def test_one_text(tmp_path, name, request):
+def test_tokens_of_one_text(tmp_path, name, request):
     path, data = tmp_path / "text.txt", tmp_path / "data"
     path.write_text("".join(make_text(30, seed) for seed in range(200)))
     if name == "characters":

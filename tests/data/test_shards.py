@@ -99,7 +99,7 @@ def test_changed_tokens_and_a_replaced_shard_are_refused(copied):
 
 
 @pytest.mark.parametrize("length", [None, 99])
-def test_a_tokenizer_other_than_the_manifests_is_refused(copied, length):
+def test_a_tokenizer_other_than_that_of_the_manifest_is_refused(copied, length):
     path = copied / "tokenizer/tokenizer.json"
     tokenizer = read_json(path)
     vocabulary = tokenizer["model"]["vocab"]

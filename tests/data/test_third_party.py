@@ -160,7 +160,7 @@ def datatrove(trained_bpe, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["tokens", "merged"])
-def test_what_datatrove_writes_trains(name, datatrove, tmp_path):
+def test_a_folder_of_datatrove_trains(name, datatrove, tmp_path):
     data = datatrove / name
     train, val = (TokenStream(data, split) for split in ("train", "val"))
     total = train.tokens + val.tokens
@@ -181,7 +181,7 @@ def write_ds(folder, tokens, kind, name="000_words"):
     (folder / f"{name}.ds.metadata").write_text(f"{kind}\n{len(tokens)}\n{len(tokens)} T")
 
 
-def test_datatroves_gpt2_is_the_bpe_of_gpt2(tmp_path, gpt2):
+def test_the_tokenizer_gpt2_of_datatrove_is_the_bpe_of_gpt2(tmp_path, gpt2):
     write_ds(tmp_path, np.append(TOKENS[:999], 50256).astype("<u2"), "gpt2")
     assert fingerprint(load_data_tokenizer(tmp_path)) == fingerprint(gpt2)
     assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256

@@ -24,7 +24,7 @@ def tokenizer(chat_base):
     return chat_tokenizer(chat_base)
 
 
-def test_shares_are_over_all_items_and_groups_on_all_ranks(accelerator, tokenizer, monkeypatch):
+def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, tokenizer, monkeypatch):
     texts = {"a": " yes\n", "b": "Yes", "c": "yes", "d": "yes", "e": "yes, yes"}
 
     def answered(model, tokenizer, prompts, sampling):
@@ -59,7 +59,7 @@ def test_shares_are_over_all_items_and_groups_on_all_ranks(accelerator, tokenize
     assert again == found and len(parts) == 5
 
 
-def test_a_model_that_says_nothing_else(accelerator, tokenizer):
+def test_empty_answers_that_end_are_exact(accelerator, tokenizer):
     """A head that always prefers the end of a turn: answers are empty, and end."""
     torch.manual_seed(0)
     model = GPT(SHAPE)
@@ -69,12 +69,6 @@ def test_a_model_that_says_nothing_else(accelerator, tokenizer):
         model.wte.weight[258] = 1
     found = build_chat([{"prompt": "Why?", "answer": ""}], tokenizer)(accelerator, model)
     assert found == {"chat/exact_match": 1.0, "chat/stop_rate": 1.0}
-
-
-def test_a_prompt_may_be_text_parts(tokenizer):
-    parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
-    [question] = build_chat([{"prompt": user_turn(parts), "answer": "x"}], tokenizer).questions
-    assert question.prompt == user_turn("Why?")
 
 
 def test_bad_items_are_refused(tokenizer):

@@ -137,7 +137,7 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
 
 
 @torch.no_grad()
-def test_the_loss_of_conversations_is_the_mean_over_what_the_assistant_says(chat_base, tmp_path):
+def test_the_loss_of_conversations_is_the_mean_over_the_tokens_of_answers(chat_base, tmp_path):
     write_lines(tmp_path / "rows.jsonl", chat_rows(60))
     flags = "--model", chat_base, "--sequence_length", 64, "--data_dir", tmp_path / "data"
     run_recipe("prepare_data", "chat", tmp_path / "rows.jsonl", *flags)

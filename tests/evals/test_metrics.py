@@ -22,14 +22,14 @@ def load(tmp_path, monkeypatch):
     return load_file
 
 
-def test_losses_at_the_limits():
+def test_one_window_has_no_standard_error_and_perplexity_may_be_infinite():
     assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}  # no standard error of one window
     assert formulas.token_loss([2e6], [1])["perplexity"] == math.inf
     with pytest.raises(ValueError):
         formulas.mean_loss([], [])
 
 
-def test_a_notebook_that_loads_the_files_gets_the_digits_of_the_package(load):
+def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
     choices = {
         "scores": [[-1.0, -1.0], [-4.0, -3.0], [-2.0, -1.5], [0.0, math.nan]],
         "lengths": [[1, 1], [4, 1], [1, 1], [1, 1]],

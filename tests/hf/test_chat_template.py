@@ -24,7 +24,7 @@ MESSAGES = [
 ]
 
 
-def test_chatml_marks_the_answers_and_the_token_that_ends_them(chat_base):
+def test_chatml_counts_the_answers_and_the_token_that_ends_them(chat_base):
     tokenizer = chat_tokenizer(chat_base)
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     assert tokenizer.decode(ids) == (
@@ -164,7 +164,7 @@ def test_a_template_without_marks_counts_what_follows_the_prompt(chat_base, tmp_
     ],
     ids=["end of all turns", "another turn", "end not marked", "refuses", "no template"],
 )
-def test_a_template_that_cannot_be_trained_with(chat_base, template, tmp_path):
+def test_a_template_that_cannot_be_trained_with_is_refused(chat_base, template, tmp_path):
     folder = with_template(chat_base, tmp_path / "own", template)
     with refused("own cannot be trained with.*--chatml"):
         chat_tokenizer(folder)
@@ -184,7 +184,7 @@ UNTIED = {"n_kv_head": 1, "head_dim": 8, "n_inner": 32, "tied": False}
     ],
     ids=["padding rows", "grows", "rows beyond the tokenizer, untied"],
 )
-def test_new_rows_are_the_mean_of_the_known_ones(config, known):
+def test_new_embeddings_are_the_mean_of_the_known_ones(config, known):
     model = config.build()
     grown = with_rows(model, known, known + 3)
     assert grown.config.vocab_size == max(config.vocab_size, known + 3)
@@ -202,7 +202,7 @@ def test_new_rows_are_the_mean_of_the_known_ones(config, known):
             assert torch.equal(new, old)
 
 
-def test_a_saved_chat_model_says_how_its_turns_end(chat_model):
+def test_a_saved_chat_model_names_the_token_that_ends_a_turn(chat_model):
     generation = read_json(chat_model / "generation_config.json")
     config = read_json(chat_model / "config.json")
     assert generation["eos_token_id"] == [258, 256] and config["eos_token_id"] == 258

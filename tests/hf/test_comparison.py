@@ -104,7 +104,7 @@ def test_the_final_model_is_compared_again(tiny, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("its logits differ by") == 1
 
 
-def test_settings_of_training_are_no_difference(tiny, tmp_path):
+def test_dropout_and_the_document_mask_are_not_differences(tiny, tmp_path):
     run(tiny(max_steps=2, dropout=0.3, document_mask=True))
     assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == "gpt2"
 

@@ -24,7 +24,7 @@ def hf_model(**changes) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def test_logits_of_openais_activation_agree_to_rounding(tmp_path):
+def test_logits_with_the_activation_of_openai_agree_to_rounding(tmp_path):
     hf = hf_model(activation_function="gelu_new")
     hf.save_pretrained(tmp_path)
     torch.testing.assert_close(
@@ -42,7 +42,7 @@ def two_threads():
 
 
 @torch.no_grad()
-def test_logits_and_files_at_gpt2_xls_width_are_those_of_transformers(tmp_path, two_threads):
+def test_logits_and_files_at_the_width_of_gpt2_xl_are_those_of_transformers(tmp_path, two_threads):
     sizes = {"n_layer": 2, "n_head": 25, "n_embd": 1600, "vocab_size": 1000}
     hf = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu_pytorch_tanh")).eval()
     hf.save_pretrained(tmp_path / "hf")
@@ -55,7 +55,7 @@ def test_logits_and_files_at_gpt2_xls_width_are_those_of_transformers(tmp_path, 
 
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_logits_of_our_model_equal_hfs(tmp_path, bias):
+def test_logits_of_our_model_equal_those_of_transformers(tmp_path, bias):
     ours = randomized(GPT(GPTConfig(**SHAPE, bias=bias)))
     save_pretrained(ours, tmp_path)
     hf, info = GPT2LMHeadModel.from_pretrained(
@@ -135,7 +135,7 @@ def test_pipeline_generates_with_any_context_length(n_positions, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "characters"])
-def test_the_saved_tokenizer_encodes_as_the_runs(tmp_path, kind):
+def test_the_saved_tokenizer_encodes_as_that_of_the_run(tmp_path, kind):
     text = "the cat sat on the mat, über-cats. " * 20
     tokenizer = tokenizer_of(kind, text)
     model = GPT(GPTConfig(len(tokenizer), n_positions=32, n_layer=1, n_head=2, n_embd=8))

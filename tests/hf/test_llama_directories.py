@@ -50,7 +50,7 @@ def published(request, architecture, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_go_there_and_back_to_the_byte(published, dtype, tmp_path):
+def test_loaded_and_saved_again_the_files_are_equal(published, dtype, tmp_path):
     theirs, ours, weights = tmp_path / "theirs", tmp_path / "ours", "model.safetensors"
     reference = AutoModelForCausalLM.from_pretrained(published).to(dtype)
     reference.save_pretrained(theirs)

@@ -224,7 +224,7 @@ def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
+def test_without_peft_the_installation_is_named(tiny, start, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with refused("pip install 'peft"):
         run(tiny("run", lora=4, init_from=str(start / "base")))
@@ -235,7 +235,9 @@ def test_without_peft_the_fix_is_named(tiny, start, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "launch_config"), [("train_script", "8xa100"), ("fsdp_script", "8xa100_fsdp2")]
 )
-def test_two_processes(kind, script, launch_config, start, chat_run, data_dir, tmp_path):
+def test_an_adapter_trains_on_two_processes_as_on_one(
+    kind, script, launch_config, start, chat_run, data_dir, tmp_path
+):
     """With DDP and FSDP2 the adapter is that of one process, and a resume is exact."""
     if kind == "gpt2":
         base, data = start / "base", next(chat_run.glob("data-*"))

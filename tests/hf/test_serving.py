@@ -174,7 +174,7 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
 
 
 @needs_llama_cpp
-def test_llama_cpps_server_streams_a_completion(trained, tmp_path):
+def test_the_server_of_llama_cpp_streams_a_completion(trained, tmp_path):
     convert(trained, tmp_path / "quickstart.gguf")
     port, log = free_port(), tmp_path / "log"
     flags = ("--model", tmp_path / "quickstart.gguf", "--n_ctx", "64", "--port", port)

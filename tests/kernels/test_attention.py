@@ -63,7 +63,7 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
         ((7, 5), torch.float16, False, False),
     ],
 )
-def test_keys_are_repeated_where_no_fused_kernel_takes_groups(
+def test_keys_are_repeated_where_fused_kernels_do_not_take_groups(
     capability, dtype, masked, groups, monkeypatch
 ):
     """Torch's plain attention, which it takes otherwise, keeps all scores in memory."""

@@ -82,7 +82,7 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, dtype, tolerance
             assert not padding.any()
 
 
-def test_an_exported_model_has_torchs_operators_only(kind):
+def test_an_exported_model_has_only_operators_of_torch(kind):
     exported = torch.export.export(tiny(kind).build(), (torch.zeros(1, 8, dtype=torch.int64),))
     assert "gpt2_accel" not in str(exported.graph)
 
@@ -98,7 +98,7 @@ def test_scores_are_those_of_the_logits_of_transformers(kind):
 
 
 @torch.no_grad()
-def test_a_nanochat_without_a_cap(tmp_path):
+def test_a_nanochat_without_a_soft_cap(tmp_path):
     reference, model = pair(tiny(NanochatConfig, soft_cap=None))
     input_ids = torch.randint(100, (2, 48))
     torch.testing.assert_close(model(input_ids), reference(input_ids).logits, rtol=0, atol=1e-3)
@@ -148,7 +148,7 @@ class Settings:
     ],
     ids=["llama", "qwen3", "nanochat"],
 )
-def test_shape_of_a_depth_and_of_single_settings(kind, of_two_heads, of_depth_12, tied):
+def test_shapes_from_depth_and_from_single_settings(kind, of_two_heads, of_depth_12, tied):
     settings = Settings()
     shape = kind.from_settings(settings, 100)
     assert (shape.head_dim, shape.tied) == (64, tied)

@@ -36,7 +36,7 @@ def same(model, expected):
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(65, 65), (50257, 50304)])
-def test_nanogpt(tmp_path, vocab_size, rows):
+def test_a_checkpoint_of_nanogpt_is_read_and_converted(tmp_path, vocab_size, rows):
     theirs = random_model(vocab_size, bias=False, gelu="none")
     args = {**ARGS, "bias": False, "vocab_size": rows, "dropout": 0.2}
     file = tmp_path / "ckpt.pt"
@@ -57,7 +57,7 @@ def test_nanogpt(tmp_path, vocab_size, rows):
     assert from_pretrained(out).config == theirs.config
 
 
-def test_build_nanogpt(tmp_path, monkeypatch):
+def test_a_checkpoint_of_build_nanogpt_is_read(tmp_path, monkeypatch):
     theirs = random_model(50257)
     # build-nanogpt pickles an object of its own class `__main__.GPTConfig`, which a reader lacks.
     GPTConfig = type("GPTConfig", (), {"__module__": "__main__"})

@@ -78,7 +78,7 @@ def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
         RunFolder(folder)
 
 
-def test_curves_are_what_was_logged_over_tokens_time_and_flops(runs):
+def test_curves_are_the_logged_values_over_tokens_time_and_flops(runs):
     first = RunFolder(runs / "first")
     lines = [json.loads(line) for line in (runs / "first/metrics.jsonl").open()]
     tokens, loss = first.curve("train/loss", "tokens")
@@ -120,7 +120,7 @@ def test_the_fall_at_the_start_does_not_flatten_the_rest_of_a_curve(tmp_path):
         assert pictures[name].axes[0].get_ylim()[1] < top
 
 
-def test_a_report_is_made_of_what_is_there(runs, tmp_path):
+def test_unfinished_and_damaged_runs_have_a_report(runs, tmp_path):
     def without(*names: str) -> Path:
         ignored = shutil.ignore_patterns("checkpoint-*", *names)
         return shutil.copytree(runs / "first", tmp_path / names[0], ignore=ignored)

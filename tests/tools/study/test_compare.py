@@ -24,7 +24,7 @@ from gpt2_accel.tools.study.compare import (
 )
 
 
-def test_the_interval_is_students():
+def test_the_interval_is_that_of_scipy():
     values = [1.0, 1.2, 0.9, 1.4]
     mean, half = interval(values)
     low, high = ttest_1samp(values, 0).confidence_interval(0.95)

@@ -93,7 +93,7 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
     assert sorted(float(row["loss"]) for row in rows(folder))[1:] == [float("inf")]
 
 
-def test_a_run_is_the_training_loops(tiny, studied):
+def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
     """Its recorded loss is that of a run outside of the study. Its weights are not kept."""
     _, folder, _ = studied
     settings = STUDY["settings"] | {
@@ -126,7 +126,7 @@ def test_a_recorded_study_trains_nothing(studied, tmp_path):
     assert "2 of 2 runs were recorded by another version" in compare(path, copied).stdout
 
 
-def test_a_finished_folder_gets_its_row_again(studied, tmp_path):
+def test_a_lost_table_is_written_again_from_finished_runs(studied, tmp_path):
     _, folder, write = studied
     out = tmp_path / "out"
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("runs.csv"))
@@ -136,7 +136,7 @@ def test_a_finished_folder_gets_its_row_again(studied, tmp_path):
     assert log.read_text().count("updates 0 to") == 1
 
 
-def test_a_dry_run_says_what_is_left(studied, tmp_path):
+def test_a_dry_run_prints_the_missing_runs(studied, tmp_path):
     _, folder, write = studied
     out = tmp_path / "out"
     out.mkdir()
@@ -175,7 +175,7 @@ def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
     assert slots() == [""] * usable_cpus()
 
 
-def test_a_runs_identity(tiny, data_dir, tmp_path):
+def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, tmp_path):
     """It follows from the settings that its recipe takes and the weights of `init_from`.
 
     The weight decay of the quickstart is 1.6 from four passes over a little text on.
@@ -283,7 +283,7 @@ def in_middle(driver, out):
 
 @long
 @pytest.mark.parametrize("how", ["together", "kill", "ctrl-c", "suspend"])
-def test_two_drivers(how, alone, tmp_path):
+def test_two_drivers_write_the_table_of_one(how, alone, tmp_path):
     """The table is that of one driver, and no run begins twice."""
     path, out = alone[0], tmp_path / "out"
     command = (COMPARE, path, "--output_dir", out, "--processes", 1)
