@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import WORDS, long, make_text, refused, run_recipe
+from conftest import WORDS, long, make_text, refused, run_recipe, write_lines
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
@@ -247,7 +247,7 @@ def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, name, gpt2):
     for column, rows in (("text", texts), ("tokens", ids)):
         path = tmp_path / f"{column}.{suffix}"
         if suffix == "jsonl":
-            path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+            write_lines(path, [{column: row} for row in rows])
         else:
             write_parquet(path, rows, column)
         sources = corpus_files(find_files(path, is_text, "text"), column, tokenizer)
@@ -259,8 +259,7 @@ def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, name, gpt2):
 
 
 def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
-    ids = [[seed] * 1000 for seed in range(3)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"ids": row}) + "\n" for row in ids))
+    write_lines(tmp_path / "a.jsonl", [{"ids": [seed] * 1000} for seed in range(3)])
     args = ("text", tmp_path / "a.jsonl", "--column", "ids", "--tokenizer", "bytes")
     run_recipe("prepare_data", *args, "--data_dir", tmp_path / "d")
     for split, count in (("train", 950), ("val", 50)):
@@ -271,7 +270,7 @@ def test_few_rows_of_token_ids_hold_out_their_last_parts(tmp_path):
 
 @pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
 def test_a_value_that_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
-    (tmp_path / "a.jsonl").write_text(f'{{"ids": [1]}}\n{json.dumps({"ids": row})}\n')
+    write_lines(tmp_path / "a.jsonl", [{"ids": [1]}, {"ids": row}])
     with refused("a.jsonl, line 2, .*from 0 to 256"):
         corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
 

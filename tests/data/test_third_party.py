@@ -195,9 +195,3 @@ def test_incomplete_files_of_datatrove_are_refused(tmp_path, trained_bpe):
     (tmp_path / "running/1.ds").touch()
     with refused("1.ds has no readable"):
         TokenStream(tmp_path / "running", "train")
-
-
-def test_an_unknown_tokenizer_of_datatrove_is_refused(tmp_path):
-    write_ds(tmp_path, TOKENS[:9], "not/there|2")
-    with refused("/tokenizer"):
-        TokenStream(tmp_path, "train")
