@@ -88,7 +88,7 @@ class Unknown:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": {}, "config": Unknown()}, "more than tensors"),
+        ({"model": {}, "config": Unknown()}, "other than tensors"),
         ({"weights": {}}, "not a checkpoint of nanoGPT"),
         ({"model": {}, "model_args": {"block_size": 4}}, "vocab_size"),
     ],
