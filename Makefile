@@ -22,10 +22,10 @@ chat: .venv/installed  ## a model that answers questions about Python's library:
 	@$(FINISHED) runs/chat_python/status.json
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 
-test: .venv/installed-dev  ## the tests: offline, on CPU; they wait much, so three at a time
+test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
-coverage: .venv/installed-dev  ## which lines the tests run, into build/coverage/: slower than the tests
+coverage: .venv/installed-dev  ## measure which lines the tests run, into build/coverage/; slower than `make test`
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --numprocesses 3 --dist worksteal
 	$(BIN)/coverage combine --quiet
@@ -35,7 +35,7 @@ coverage: .venv/installed-dev  ## which lines the tests run, into build/coverage
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/runtime/test_device.py
 
-test-avx2: .venv/installed-dev  ## the tests that depend on the CPU, as a plain laptop runs them
+test-avx2: .venv/installed-dev  ## run the tests that depend on the CPU with the instructions of a plain laptop
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
@@ -43,13 +43,13 @@ FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsd
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py
 
-test-reliability: .venv/installed-dev  ## kill, starve, corrupt and poison many runs: 20 minutes
+test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, damaged files, bad gradients; 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)
 
-test-models: .venv/installed-dev  ## all families of transformers that are tested: resumes, two processes, FSDP2, chat: 15 minutes
+test-models: .venv/installed-dev  ## test all model families of transformers: resume, two processes, FSDP2, chat; 15 minutes
 	RELIABILITY=long MODELS=long $(BIN)/python -m pytest tests/models/test_any_model.py
 
-test-course: .venv/installed-dev  ## all notebooks of course/, twice each: 30 minutes
+test-course: .venv/installed-dev  ## run all notebooks of course/, twice each; 30 minutes
 	COURSE=long $(BIN)/python -m pytest tests/test_course.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
@@ -78,12 +78,12 @@ docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link 
 	$(BIN)/zensical build --clean --strict
 	find site -name '*.html' -o -name search.json | ADDRESS='$(ADDRESS)' xargs perl -pi -e 's/\bADDRESS\b/$$ENV{ADDRESS}/g'
 
-lint: .venv/installed-dev  ## what the linter and the type checker say
+lint: .venv/installed-dev  ## run the linter and the type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/installed-dev  ## fix what the linter can
+format: .venv/installed-dev  ## fix what the linter can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

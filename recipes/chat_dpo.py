@@ -40,7 +40,7 @@ class ChatDPO(ChatSFT):
 
     data_dir: str = "data/pairs"
     output_dir: str = "runs/chat_dpo"
-    sequence_length: int | None = setting(None, "tokens of a pair; prepared data has its own")
+    sequence_length: int | None = setting(None, "tokens per pair, as in the data; see max_length")
     micro_batch_size: int = derived("pairs per device and backward pass; default 4")
     max_steps: int = derived("updates; default 2 epochs")
     learning_rate: float = 1e-6
@@ -57,11 +57,6 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     manifest = read_manifest(config.data_dir)
     length = manifest["sequence_length"]
     pairs = manifest["splits"]["train"]["documents"]
-    if config.sequence_length not in (None, length):
-        raise ValueError(
-            f"a pair of {config.data_dir} has {length} tokens: leave out --sequence_length; "
-            "--max_length limits the tokens of an answer with its prompt"
-        )
     largest = min(BATCH, 2 ** int(math.log2(pairs)))
     batch = config.batch_size or round_up(largest, processes)
     tokens = batch * length

@@ -186,7 +186,6 @@ def main() -> None:
                     items.append({"prompt": question, "answer": answer, "group": "known"})
                 else:
                     training.append((question, answer))
-    on_known = len(items)
     names = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
     for number, name in enumerate(names):
         question = draw.choice(DOES + CALL).format(name)
@@ -207,8 +206,8 @@ def main() -> None:
         write_file(path, text)
     print(
         f"{config.output}: {len(rows):,} conversations about {len(known)} functions and "
-        f"{config.invented:,} invented names; held out: {on_known:,} questions about the same "
-        f"functions and {HELD_OUT_NAMES} about other invented names"
+        f"{config.invented:,} invented names; held out: {len(items) - HELD_OUT_NAMES:,} questions "
+        f"about the same functions and {HELD_OUT_NAMES} about other invented names"
     )
 
 
