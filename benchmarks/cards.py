@@ -1,15 +1,17 @@
-"""The record of a GPU that `gpu_checks.py` writes: how far its updates may differ, and the rows of the table of cards."""
+"""The record of a GPU, which `gpu_checks.py` writes: its tolerances and its rows in the table of
+cards."""
 
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-# The losses and gradient norms of 20 updates on a CPU in fp32: `python benchmarks/gpu_checks.py --record` writes them.
+# Losses and gradient norms of 20 updates on a CPU in fp32; `gpu_checks.py --record` writes them.
 EXPECTED = Path(__file__).with_name("expected.json")
-# The largest difference from them: of a loss in nats, and of a gradient norm as a share of it. fp32 is TF32 on a GPU, with
-# as many bits as fp16. On a CPU, over five seeds, fp16 differs by up to 0.00007 and 0.0002, bf16 by 0.0007 and 0.002; a
-# learning rate of 1.05 times changes a loss by 0.07 at least, gradients that are not divided a norm by 1.
+# The largest differences from them: of a loss in nats, and of a gradient norm as a share of it.
+# fp32 is TF32 on a GPU, with as many bits as fp16. On a CPU, over five seeds, fp16 differs by up to
+# 0.00007 and 0.0002, bf16 by 0.0007 and 0.002. A learning rate that is 5% higher changes a loss by
+# at least 0.07; gradients that are not divided by the accumulation change a norm by 1.
 TOLERANCES = {"fp32": (0.002, 0.01), "fp16": (0.002, 0.01), "bf16": (0.006, 0.03)}
 FIELDS = ("machine", "versions", "commit", "checks", "title", "rows", "updates", "expected")
 MACHINE = ("device", "torch", "date")
@@ -21,13 +23,13 @@ NO_CARDS = (
 
 
 def difference(found: dict, expected: dict, precision: str) -> str:
-    """Returns how the updates of a run differ from the expected ones by more than the tolerance of its precision; an empty
-    text if they do not. Both have `losses` in nats and `grad_norms`, a value for each update."""
+    """Returns the first difference between updates that exceeds the tolerance of `precision`, as a
+    sentence, or "". Both have `losses` in nats and `grad_norms`, one value per update."""
     for name, allowed in zip(("losses", "grad_norms"), TOLERANCES[precision], strict=True):
         if len(found[name]) != len(expected[name]):
             return f"{precision} has {len(found[name])} {name}, not {len(expected[name])}"
-        for update, pair in enumerate(zip(found[name], expected[name], strict=True), start=1):
-            own, other = pair
+        pairs = zip(found[name], expected[name], strict=True)
+        for update, (own, other) in enumerate(pairs, start=1):
             unit = 1 if name == "losses" else other
             if not math.isfinite(own) or abs(own - other) > allowed * unit:
                 return (
@@ -37,7 +39,7 @@ def difference(found: dict, expected: dict, precision: str) -> str:
 
 
 def refusal(record: dict) -> str:
-    """Returns why a record is refused; an empty text if it is accepted."""
+    """Returns why a record is refused, or "" if it is accepted."""
     places = [("", record, FIELDS), ("machine.", record.get("machine"), MACHINE)]
     places += [("rows.", row, ROW) for row in record.get("rows") or [None]]
     for place, values, names in places:
@@ -51,22 +53,24 @@ def refusal(record: dict) -> str:
         if outcome != "passed" and not outcome.startswith("skipped"):
             return f"the check {name} {outcome}"
     for precision, found in record["updates"].items():
-        if problem := difference(found, record["expected"], precision):
+        problem = difference(found, record["expected"], precision)
+        if problem:
             return problem
     return ""
 
 
 def read_cards(folder: Path, files: Sequence[Path] = ()) -> tuple[list[dict], list[str]]:
-    """Returns a row of the table for each card, and a sentence for each record that is refused.
+    """Returns the rows of the table of cards, and a sentence for each record that is refused.
 
-    Records that others made are `files` and those in `contributed/` of the `folder` of results.
+    Records of others are `files` and those in `contributed/` of the `folder` of results.
     """
     rows = []
     refused = []
     own = folder / "cuda" / "card.json"
-    for path in [own, *sorted(folder.glob("contributed/*.json")), *files]:
-        if path == own and not own.exists():
-            continue
+    paths = [own] if own.exists() else []
+    paths += sorted(folder.glob("contributed/*.json"))
+    paths += files
+    for path in paths:
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             problem = refusal(record)
@@ -76,9 +80,11 @@ def read_cards(folder: Path, files: Sequence[Path] = ()) -> tuple[list[dict], li
             refused.append(f"{path} is refused: {problem}")
             continue
         machine = record["machine"]
-        about = f"{record['title']}, torch {machine['torch']}, {machine['date']}, {record['commit'][:9]}"
-        mark = "" if path == own else " (contributed)"
-        rows += [
-            {**row, "name": machine["device"] + mark, "remark": about} for row in record["rows"]
-        ]
+        name = machine["device"]
+        if path != own:
+            name += " (contributed)"
+        remark = f"{record['title']}, torch {machine['torch']}, {machine['date']}"
+        remark += f", {record['commit'][:9]}"
+        for row in record["rows"]:
+            rows.append(row | {"name": name, "remark": remark})
     return rows, refused

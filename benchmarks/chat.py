@@ -1,17 +1,18 @@
-"""Measures fine-tuning on conversations beside TRL's trainers.
+"""Compares the speed of fine-tuning on conversations with TRL's trainers.
 
     python benchmarks/chat.py quickstart smollm2
 
-Three pairs of contestants for each model: `chat_sft.py` and `SFTTrainer`, with LoRA too, and `chat_dpo.py` and
-`DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the same conversations or pairs. An update has
-the same number of tokens that count in the loss, on average. `SFTTrainer` is measured with packed windows, and with a
-padded batch of conversations.
+Each model has three pairs of contestants: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
+`chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the
+same conversations or pairs. Updates have the same mean number of tokens that count in the loss.
+`SFTTrainer` is measured with packed windows and with padded batches of conversations.
 
 - quickstart: the quickstart's model. A window has its 128 positions.
-- smollm2: a Llama of SmolLM2-135M's proportions: half its width, 8 of its 30 layers, and as large a vocabulary as gives the
-  head SmolLM2's share of the parameters. A window has 128 tokens.
+- smollm2: a Llama with the proportions of SmolLM2-135M: half its width, 8 of its 30 layers, and a
+  vocabulary with which the head has SmolLM2's share of the parameters. A window has 128 tokens.
 
-The weights are random and the tokenizer is a small BPE: neither changes the speed. `benchmarks/table.py` prints the results.
+The weights are random and the tokenizer is a small BPE: neither changes the speed.
+`benchmarks/table.py` prints the results.
 """
 
 import argparse
@@ -52,13 +53,15 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 BPE = 4096
-REPEATS = 12  # conversations that each question comes in
-PAIRS = 200  # fewer than questions: both compute the reference's log-probabilities of all before the first update
+REPEATS = 12  # conversations with each question
+# Fewer than questions: both programs compute the reference's log-probabilities of all pairs before
+# the first update.
+PAIRS = 200
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured with a model: tokens of a window, windows and pairs of an update, and updates of a turn."""
+    """The sizes for a model: tokens per window, windows or pairs per update, updates per turn."""
 
     title: str
     length: int
@@ -92,25 +95,33 @@ def write_model(name: str, folder: Path, texts: Sequence[str]) -> None:
 
 
 def write_rows(folder: Path) -> list[str]:
-    """Writes the files of conversations and pairs about Python's library; returns the texts of all messages."""
+    """Writes conversations and pairs about Python's library; returns the texts of all messages."""
     draw = random.Random(0)
     asked = [(f"What does {name} do?", answer) for name, (answer, _) in documented().items()]
-    chats = [row for _ in range(REPEATS) for row in conversations(asked, draw)]
+    chats = []
+    for _ in range(REPEATS):
+        chats += conversations(asked, draw)
     pairs = []
     for question, answer in asked[:PAIRS]:
         other = draw.choice(asked)[1]
-        turn = {"chosen": answer, "rejected": other}
-        pair = {kind: [{"role": "assistant", "content": text}] for kind, text in turn.items()}
         if answer != other:
-            pairs.append({"prompt": [{"role": "user", "content": question}], **pair})
+            pair = {
+                "prompt": [{"role": "user", "content": question}],
+                "chosen": [{"role": "assistant", "content": answer}],
+                "rejected": [{"role": "assistant", "content": other}],
+            }
+            pairs.append(pair)
     for name, lines in {"chats": chats, "pairs": pairs}.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
-    return [message["content"] for row in chats for message in row["messages"]]
+    texts = []
+    for row in chats:
+        texts += [message["content"] for message in row["messages"]]
+    return texts
 
 
 def counted(folder: Path, setup: Setup, pairs: bool) -> tuple[float, float]:
-    """Returns the mean number of targets, and of conversations, of a window or a pair."""
+    """Returns the mean numbers of targets and of conversations per window or pair."""
     data = folder / ("pairs" if pairs else "chats")
     prepare_conversations(
         [f"{data}.jsonl"],
@@ -121,33 +132,41 @@ def counted(folder: Path, setup: Setup, pairs: bool) -> tuple[float, float]:
         source="chat.py",
         model=str(folder / "model"),
     )
-    train = read_manifest(data)["splits"]["train"]
-    windows = train["tokens"] / read_manifest(data)["sequence_length"]
+    manifest = read_manifest(data)
+    train = manifest["splits"]["train"]
+    windows = train["tokens"] / manifest["sequence_length"]
     return train["counted"] / windows, train["documents"] / windows
 
 
 def contests(folder: Path, setup: Setup) -> list[list[Job]]:
-    """Returns the contestants of fine-tuning, of LoRA and of preference training; the first of each is this package's."""
-    found = []
-    model = str(folder / "model")
+    """Returns the contestants of fine-tuning, of LoRA and of preference training; the first of each
+    is this package's."""
     targets, conversations = counted(folder, setup, pairs=False)
-    same = {"length": setup.length, "targets": round(setup.windows * targets), "model": model}
-    own = Job(
-        "chat_sft", "chat_recipe", **same, recipe="chat_sft", data=str(folder / "chats.jsonl")
+    full = Job(
+        "chat_sft",
+        "chat_recipe",
+        recipe="chat_sft",
+        model=str(folder / "model"),
+        data=str(folder / "chats.jsonl"),
+        length=setup.length,
+        batch_size=setup.windows,
+        targets=round(setup.windows * targets),
     )
-    own = replace(own, batch_size=setup.windows)
-    for lora in (0, 16):
-        ours = replace(own, name="chat_sft" + " --lora 16" * bool(lora), lora=lora)
+    found = []
+    for ours in (full, replace(full, name="chat_sft --lora 16", lora=16)):
         packed = replace(ours, name="SFTTrainer, packed", kind="trl_trainer", packed=True)
         batch_size = round(setup.windows * conversations)
         padded = replace(packed, name="SFTTrainer, padded", packed=False, batch_size=batch_size)
         found.append([ours, packed, padded])
     targets, _ = counted(folder, setup, pairs=True)
-    same["targets"] = round(setup.pairs * targets)
-    ours = Job(
-        "chat_dpo", "chat_recipe", **same, recipe="chat_dpo", data=str(folder / "pairs.jsonl")
+    ours = replace(
+        full,
+        name="chat_dpo",
+        recipe="chat_dpo",
+        data=str(folder / "pairs.jsonl"),
+        batch_size=setup.pairs,
+        targets=round(setup.pairs * targets),
     )
-    ours = replace(ours, batch_size=setup.pairs)
     found.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
     return found
 
@@ -158,11 +177,12 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="+", choices=SETUPS, metavar="NAME", help=", ".join(SETUPS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, help="of a turn, in place of the model's own")
+    parser.add_argument("--updates", type=int, help="updates per turn; default by model")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     for name in options.names:
-        setup, found = SETUPS[name], []
+        setup = SETUPS[name]
+        found = []
         updates = options.updates or setup.updates
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -172,9 +192,11 @@ def main() -> None:
                 found += rows(jobs, replies, updates)
         for row in found:
             row["targets_per_second"] = row.pop("tokens_per_second")
-        title = f"{setup.title}, {setup.windows} x {setup.length} tokens or {setup.pairs} pairs per update"
-        figures = {"title": f"{title}, {options.rounds} rounds", "rows": found}
-        write_result(f"chat_{name}", figures, options.results)
+        title = (
+            f"{setup.title}, {setup.windows} x {setup.length} tokens or {setup.pairs} pairs per "
+            f"update, {options.rounds} rounds"
+        )
+        write_result(f"chat_{name}", {"title": title, "rows": found}, options.results)
 
 
 if __name__ == "__main__":

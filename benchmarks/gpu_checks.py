@@ -1,11 +1,14 @@
-"""Plain checks of the toolkit on this machine's device, without pytest: `python benchmarks/gpu_checks.py [NAME ...]`.
+"""Checks of this package on this machine's device, without pytest.
 
-A check trains small models on synthetic text and raises an error if something is wrong. It returns why it is skipped if the
-device cannot run it. All run without a name; one that fails does not end the others. The record of all, with
-the device, versions, commit, outcomes and figures, is written to `--output`, by default `card.json` in
-`benchmarks/results/cuda` or `cpu`. They need torch, transformers and accelerate, and download nothing.
+    python benchmarks/gpu_checks.py [NAME ...]
 
-`--record` writes `benchmarks/expected.json`, with which the check `updates` compares.
+A check trains small models on synthetic text and raises an error if something is wrong; it returns
+the reason if the device cannot run it. Without a name all checks run, also after a failure. The
+record, with device, versions, commit, outcomes and figures, is written to `--output`, by default
+`card.json` in `benchmarks/results/cuda` or `cpu`. The checks need torch, transformers and
+accelerate, and download nothing.
+
+`--record` writes `benchmarks/expected.json`, the reference of the check `updates`.
 """
 
 import argparse
@@ -43,24 +46,28 @@ ROOT = Path(__file__).parent.parent
 DEVICE = launch_device()
 CUDA = DEVICE.type == "cuda"
 HALF = "fp16" if CUDA and not has_bf16(DEVICE) else "bf16"  # the precision of the checks
-LENGTH, WIDTH = (256, 128) if CUDA else (32, 32)
+LENGTH = 256 if CUDA else 32
+WIDTH = 128 if CUDA else 32
 UPDATES = 24
-FIGURES: dict = {}  # that a check adds to the record
+FIGURES: dict = {}  # what a check adds to the record
 
 
 def run(folder: Path, name: str, *, precision: str = HALF, compiled: bool = True, **changes):
-    """Trains a small model, by default compiled in half precision; returns the lines of its metrics."""
+    """Trains a small model, by default compiled in half precision; returns the lines of its
+    metrics."""
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.compiler.reset()
-    backend = ("INDUCTOR" if CUDA else "AOT_EAGER") if compiled else "NO"
+    backend = "INDUCTOR" if CUDA else "AOT_EAGER"
+    if not compiled:
+        backend = "NO"
     os.environ |= {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": backend}
     run_training(TrainConfig(**settings(folder, name, **changes)))
     return read_json_lines(folder / name / "metrics.jsonl")
 
 
 def settings(folder: Path, name: str, **changes) -> dict:
-    """Returns the settings of a run in `folder`, on 30 documents that repeat a few words."""
+    """Returns the settings of a run in `folder`, with 30 documents that repeat a few words."""
     data = folder / "data"
     if "data_dir" not in changes and not data.exists():
         text = [f"the cat {i % 7} sat on the mat. " * (20 + 9 * i) for i in range(30)]
@@ -104,11 +111,9 @@ def train(folder: Path) -> None:
 
 
 def qwen3(folder: Path) -> None:
-    """A Qwen3, with grouped queries, has the same losses compiled and not."""
-    compiled, eager = (
-        run(folder, name, compiled=name == "compiled", architecture="qwen3")
-        for name in ("compiled", "eager")
-    )
+    """A Qwen3, with grouped queries, has the same losses compiled and uncompiled."""
+    compiled = run(folder, "compiled", architecture="qwen3")
+    eager = run(folder, "eager", compiled=False, architecture="qwen3")
     check_learned(compiled)
     check_close(losses(compiled)[:5], losses(eager)[:5], 0.05)
 
@@ -123,7 +128,8 @@ def resume(folder: Path) -> None:
 
 def deterministic(folder: Path) -> None:
     """Two runs with --deterministic have equal losses."""
-    first, second = (run(folder, name, deterministic=True) for name in "ab")
+    first = run(folder, "a", deterministic=True)
+    second = run(folder, "b", deterministic=True)
     torch.use_deterministic_algorithms(False)
     check_close(losses(first), losses(second), 0.0)
 
@@ -134,26 +140,27 @@ def evaluation(folder: Path) -> None:
     found = [entry["val/loss"] for entry in metrics if "val/loss" in entry]
     assert len(found) == 2 and found[1] < found[0] < 6, found
     assert len(read_json_lines(folder / "run" / "samples.jsonl")) == 2
-    again = run(folder, "again", init_from=str(folder / "run"), learning_rate=0.0, max_steps=1,
-                eval_every=1, compiled=False, precision="no")  # fmt: skip
+    once = {"learning_rate": 0.0, "max_steps": 1, "eval_every": 1}
+    exact = {"compiled": False, "precision": "no"}
+    again = run(folder, "again", init_from=str(folder / "run"), **once, **exact)
     check_close([again[-1]["val/loss"]], found[1:], 0.05)
 
 
 def document_mask(folder: Path) -> None:
     """The block mask gives the losses of the dense mask, compiled and uncompiled."""
-    names = ("blocks", "blocks_eager")
-    compiled = [run(folder, name, document_mask=True, compiled=name == "blocks") for name in names]
+    blocks = [run(folder, "blocks", document_mask=True)]
+    blocks.append(run(folder, "blocks_eager", document_mask=True, compiled=False))
     os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"has_block_masks": False})
     dense = run(folder, "dense", document_mask=True, compiled=False)
     del os.environ["GPT2_ACCEL_DEVICE"]
     check_learned(dense)
-    for found in compiled:
+    for found in blocks:
         check_close(losses(found)[:5], losses(dense)[:5], 0.05)
     assert losses(run(folder, "crossing", compiled=False)) != losses(dense)
 
 
 def attention(folder: Path) -> None:
-    """Masked scoring takes no kernel of cuDNN, and grouped queries keep no scores in memory."""
+    """Masked attention runs no cuDNN kernel, and grouped queries store no scores."""
     from gpt2_accel import kernels
     from gpt2_accel.models.parts import attend
     from gpt2_accel.runtime.device import attention_order
@@ -163,14 +170,19 @@ def attention(folder: Path) -> None:
     def heads(number: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(2, number, tokens, 64, dtype=dtype, device=DEVICE, requires_grad=True)
 
+    dtypes = [torch.float32, torch.float16]
+    if HALF == "bf16":
+        dtypes.append(torch.bfloat16)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if CUDA:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with kernels.chosen(sdpa_order=attention_order(DEVICE, deterministic=False)):
-        for dtype in (torch.float32, torch.float16, *[torch.bfloat16] * (HALF == "bf16")):
-            k, v = heads(6, length + 37, dtype), heads(6, length + 37, dtype)
+        for dtype in dtypes:
+            k = heads(6, length + 37, dtype)
+            v = heads(6, length + 37, dtype)
             q = heads(12, length + 37, dtype)
             mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=DEVICE)
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            kinds += [torch.profiler.ProfilerActivity.CUDA] if CUDA else []
-            with torch.no_grad(), torch.profiler.profile(activities=kinds) as profile:
+            with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
                 attend(q, k, v, mask)
             names = {event.key for event in profile.key_averages()}
             assert not [name for name in names if "cudnn" in name.lower()], names
@@ -187,11 +199,10 @@ def attention(folder: Path) -> None:
 
 
 def auto_batch(folder: Path) -> None:
-    """--micro_batch_size auto catches real out-of-memory errors and trains with a smaller micro-batch."""
+    """--micro_batch_size auto catches out-of-memory errors and takes a smaller micro-batch."""
     sequences = 4096 if CUDA else 60
-    if CUDA:  # the largest sizes do not fit into 2 GB, beside what a trial leaves free
-        share = 2e9 / total_memory(DEVICE) + MARGIN
-        torch.cuda.set_per_process_memory_fraction(share)
+    if CUDA:  # the largest sizes do not fit into 2 GB and the margin that a trial leaves free
+        torch.cuda.set_per_process_memory_fraction(2e9 / total_memory(DEVICE) + MARGIN)
     else:
         os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"free_memory": 6_000_000})
     batch = {"micro_batch_size": 0, "total_batch_size": sequences * LENGTH}
@@ -202,7 +213,7 @@ def auto_batch(folder: Path) -> None:
 
 
 def fp16(folder: Path) -> str | None:
-    """fp16 with a gradient scaler learns as bf16 does."""
+    """fp16 with a gradient scaler learns as well as bf16."""
     if not CUDA:
         return "skipped: fp16 needs a GPU"
     found = losses(run(folder, "run", precision="fp16", max_steps=2 * UPDATES))
@@ -211,17 +222,17 @@ def fp16(folder: Path) -> str | None:
 
 
 def fsdp2(folder: Path) -> str | None:
-    """FSDP2 over NCCL on one rank gives the losses of one process, and its model opens."""
+    """FSDP2 over NCCL on one rank has the losses of one process, and its model opens."""
     if not CUDA or HALF == "fp16":
         return "skipped: the launch config of FSDP2 needs a GPU with bf16"
     from gpt2_accel import from_pretrained
 
-    options = settings(folder, "sharded", save_every=12, eval_every=12)
-    flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "--config_file"]
-    config = ROOT / "accelerate_configs" / "8xa100_fsdp2.yaml"
-    script = ROOT / "recipes" / "pretrain_124m.py"
-    subprocess.run([sys.executable, *launch, str(config), str(script), *flags], check=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / "8xa100_fsdp2.yaml")]
+    command.append(str(ROOT / "recipes" / "pretrain_124m.py"))
+    for name, value in settings(folder, "sharded", save_every=12, eval_every=12).items():
+        command += [f"--{name}", str(value)]
+    subprocess.run(command, check=True)
     sharded = read_json_lines(folder / "sharded" / "metrics.jsonl")
     check_close(losses(sharded)[:5], losses(run(folder, "plain"))[:5], 0.05)
     from_pretrained(folder / "sharded")
@@ -229,35 +240,39 @@ def fsdp2(folder: Path) -> str | None:
 
 
 def generation(folder: Path) -> None:
-    """Greedy text is the same in one row and several."""
+    """Greedy text is the same alone and in a batch."""
     from gpt2_accel.generation.sampling import Sampling, load, tokens
 
     run(folder, "run")
     model, tokenizer = load(str(folder / "run"))
     prompts = [tokenizer.encode(text) for text in ("the cat 3 sat", "the", "on the mat. the cat 1")]
     greedy = Sampling(32, temperature=0)
-    several = list(tokens(model, prompts, greedy))
+    batched = list(tokens(model, prompts, greedy))
     alone = list(tokens(model, prompts[:1], greedy))
-    assert [ids[:1] for ids in several] == alone, (several, alone)
+    assert [ids[:1] for ids in batched] == alone, (batched, alone)
     print(tokenizer.decode([ids[0] for ids in alone]))
 
 
 def conversations(folder: Path) -> Path:
-    """Writes packed conversations, of which only the answers count in the loss; returns the folder of the data."""
+    """Writes packed conversations, in which only the answers count in the loss; returns the folder
+    of the data."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     tokenizer.add_tokens([BEGIN_TURN, END_TURN, PADDING], special_tokens=True)
-    tokenizer.eos_token, tokenizer.pad_token = END_TURN, PADDING
+    tokenizer.eos_token = END_TURN
+    tokenizer.pad_token = PADDING
     rows = []
     for number in range(160):
-        first, count = number % 40, 2 + number % 9
+        first = number % 40
+        count = 2 + number % 9
         answer = " ".join(str(first + i) for i in range(1, count))
         if number % 2:
             answer = "Who knows? " * (1 + count // 3)
         turns = {"user": f"Count from {first} to {first + count}.", "assistant": answer}
         messages = [{"role": role, "content": text} for role, text in turns.items()]
         rows.append(json.dumps({"messages": messages}))
-    file, data = folder / "conversations.jsonl", folder / "conversations"
+    file = folder / "conversations.jsonl"
+    data = folder / "conversations"
     file.write_text("\n".join(rows), encoding="utf-8")
     prepare_conversations(
         [str(file)], tokenizer, data, sequence_length=128, source="synthetic", model="none"
@@ -266,18 +281,21 @@ def conversations(folder: Path) -> Path:
 
 
 def trajectory(folder: Path, precision: str) -> dict[str, list[float]]:
-    """Trains 20 updates, uncompiled; returns the `losses` in nats and `grad_norms`, before clipping, of all.
+    """Trains 20 updates, uncompiled; returns their `losses` in nats and their `grad_norms` before
+    clipping.
 
-    An update has two micro-batches, in which not all targets count. The weights are drawn on the CPU.
+    An update has two micro-batches with different numbers of counted targets. The initial weights
+    are drawn on the CPU.
     """
     data = folder / "conversations"
     if not data.exists():
         conversations(folder)
     shape = {"n_embd": 64, "n_positions": 128, "micro_batch_size": 2, "total_batch_size": 4 * 128}
     rate = {"learning_rate": 2e-3, "warmup_steps": 4, "max_steps": 20, "max_grad_norm": 1.0}
+    changes = shape | rate | {"data_dir": str(data)}
+    mixed = "no" if precision == "fp32" else precision
     os.environ["GPT2_ACCEL_DEVICE"] = json.dumps({"has_block_masks": False})
-    lines = run(folder, precision, precision=precision.replace("fp32", "no"), compiled=False,
-                data_dir=str(data), **shape, **rate)  # fmt: skip
+    lines = run(folder, precision, precision=mixed, compiled=False, **changes)
     del os.environ["GPT2_ACCEL_DEVICE"]
     lines = [line for line in lines if "train/loss" in line]
     norms = [line["train/grad_norm"] for line in lines]
@@ -285,9 +303,13 @@ def trajectory(folder: Path, precision: str) -> dict[str, list[float]]:
 
 
 def updates(folder: Path) -> None:
-    """20 updates in each precision of the device have the losses and gradient norms of a CPU in fp32."""
+    """20 updates in each precision of the device have the losses and gradient norms of a CPU in
+    fp32."""
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
-    found = {name: trajectory(folder, name) for name in ["fp32", HALF, *["fp16"] * CUDA]}
+    precisions = ["fp32", HALF]
+    if CUDA and HALF != "fp16":
+        precisions.append("fp16")
+    found = {name: trajectory(folder, name) for name in precisions}
     FIGURES.update(updates=found, expected=expected)
     problems = [difference(values, expected, name) for name, values in found.items()]
     assert not any(problems), "; ".join(filter(None, problems))
@@ -297,18 +319,18 @@ def speed(folder: Path) -> None:
     """Measures GPT-2 124M, compiled in half precision; a tiny model on a CPU."""
     size = 16 if total_memory(DEVICE) > 20e9 else 4
     chosen = measure.training("gpt2" if CUDA else "tiny", size)
-    both = (chosen.jobs[0], chosen.jobs[-1])  # and the matrix products
-    jobs = [replace(job, precision=HALF) for job in both]
+    jobs = [replace(chosen.jobs[0], precision=HALF)]
+    jobs.append(replace(chosen.jobs[-1], precision=HALF))  # the matrix products
     FIGURES.update(measure.measure(replace(chosen, jobs=jobs), rounds=3))
 
 
-# What compiles several models comes last.
+# Checks that compile several models come last.
 CHECKS = (updates, attention, resume, train, evaluation, generation, speed)
 CHECKS += (fp16, fsdp2, qwen3, deterministic, document_mask, auto_batch)
 
 
 def commit() -> str | None:
-    """Returns the commit of this clone, else that from which pip installed the package, None if it is unknown."""
+    """Returns the commit of this clone, or the commit that pip installed; None if unknown."""
     if (ROOT / ".git").exists():
         with chdir(ROOT):
             return git_commit()
@@ -319,7 +341,7 @@ def commit() -> str | None:
 
 
 def run_check(name: str, output: Path) -> None:
-    """Runs a check in this process, and writes its outcome and figures. Exits with 1 if it fails."""
+    """Runs a check in this process, writes its outcome and figures, exits with 1 if it fails."""
     outcome = "passed"
     try:
         checks = {check.__name__: check for check in CHECKS}
@@ -329,12 +351,12 @@ def run_check(name: str, output: Path) -> None:
         traceback.print_exc()
         outcome = f"failed: {first_line(error)}"
     print(outcome)
-    write_json(output, {"outcome": outcome, **FIGURES})
+    write_json(output, {"outcome": outcome} | FIGURES)
     sys.exit(outcome.startswith("failed"))
 
 
 def run_checks(names: list[str], output: Path) -> None:
-    """Runs checks, each in a process, and writes the record. Exits with a sentence if one fails."""
+    """Runs each check in a process, and writes the record. Exits with a sentence if one fails."""
     record = {"machine": machine(), "versions": installed_versions(), "commit": commit()}
     record |= {"memory": total_memory(DEVICE), "checks": {}}
     failed = []
@@ -344,9 +366,8 @@ def run_checks(names: list[str], output: Path) -> None:
             found = Path(folder, "check.json")
             command = [sys.executable, __file__, name, "--inside", "--output", str(found)]
             code = subprocess.run(command).returncode
-            own = {
-                "outcome": f"failed: exit code {code}"
-            }  # a process that was killed writes nothing
+            # A process that was killed writes nothing.
+            own = {"outcome": f"failed: exit code {code}"}
             if found.exists():
                 own = json.loads(found.read_text(encoding="utf-8"))
         record["checks"][name] = own.pop("outcome")

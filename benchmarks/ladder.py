@@ -1,7 +1,8 @@
 """The speed ladder: measures a training step of GPT-2 as improvements are added one by one.
 
-`run_ladder` measures all `RUNGS`; its command is `recipes/speed_ladder.py`. Each rung runs in its own process,
-`worker.py`, so it has empty caches and its own peak memory, and a failure does not affect other rungs.
+`run_ladder` measures all `RUNGS`; its command is `recipes/speed_ladder.py`. Each rung runs in its
+own process, `worker.py`, with empty caches and its own peak memory; a failure does not affect other
+rungs.
 """
 
 import sys
@@ -16,7 +17,7 @@ from results import summary
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import compute_capability, has_bf16, inductor_problem, launch_device
 
-# n_layer, n_head, n_embd of the four released models, by their Hub name.
+# Hub name of OpenAI's models -> n_layer, n_head, n_embd.
 SIZES: dict[str, tuple[int, int, int]] = {
     "gpt2": (12, 12, 768),
     "gpt2-medium": (24, 16, 1024),
@@ -24,17 +25,18 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "gpt2-xl": (48, 25, 1600),
 }
 LADDER_SIZES = (*SIZES, "tiny")
-# Signs of a process that ran out of memory: of torch on CUDA, torch on a CPU, Python, and the system.
+# Out-of-memory errors of torch on CUDA, torch on a CPU, Python, and the system.
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "exit code -9")
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One improvement: its changes to the `Job`, and the published results after it.
+    """One improvement: its changes to the `Job`, and published results after it, on an A100.
 
-    `llms_from_scratch` are tokens/s of Sebastian Raschka's code, chapter 5, section 10
-    (github.com/rasbt/LLMs-from-scratch); `build_nanogpt` are milliseconds for 16 x 1,024 tokens of Andrej Karpathy's
-    "Let's reproduce GPT-2 (124M)" (github.com/karpathy/build-nanogpt), whose order is another. Both are of an A100.
+    `llms_from_scratch` is in tokens/s, from Sebastian Raschka's chapter 5, section 10
+    (github.com/rasbt/LLMs-from-scratch). `build_nanogpt` is in milliseconds for 16 x 1,024 tokens,
+    from Andrej Karpathy's "Let's reproduce GPT-2 (124M)" (github.com/karpathy/build-nanogpt), in
+    another order.
     """
 
     name: str
@@ -69,16 +71,19 @@ def run_ladder(
     sequence_length: int | None = None,
     steps: int | None = None,
 ) -> dict:
-    """Measures all rungs, prints each, and returns the result: a title and a row for each.
+    """Measures and prints all rungs; returns the result: a title, and a row per rung.
 
-    The defaults are build-nanogpt's 16 x 1,024 tokens and 20 steps on a GPU, and 2 x 512 tokens and 3 steps on a CPU.
+    Defaults: build-nanogpt's 16 x 1,024 tokens and 20 steps on a GPU, 2 x 512 tokens and 3 steps on
+    a CPU.
     """
     device = launch_device()
     on_cpu = device.type == "cpu"
     micro_batch_size = micro_batch_size or (2 if on_cpu else 16)
     sequence_length = sequence_length or (512 if on_cpu else 1024)
-    steps, accumulation = steps or (3 if on_cpu else 20), 4 if on_cpu else 8
-    job, lacking = first_job(size, micro_batch_size, sequence_length, on_cpu), problems(device)
+    steps = steps or (3 if on_cpu else 20)
+    accumulation = 4 if on_cpu else 8
+    job = first_job(size, micro_batch_size, sequence_length, on_cpu)
+    lacking = problems(device)
     rows: list[dict] = []
     for rung in RUNGS:
         row = {"name": rung.name}
@@ -89,22 +94,24 @@ def run_ladder(
             job = changed(job, rung, accumulation)
             row |= measured(job, steps, torch.accelerator.device_count() if job.ddp else 1)
             if "remark" in row and job.batch_size > micro_batch_size:
-                job = replace(job, batch_size=micro_batch_size)  # it needed too much memory
+                job = replace(job, batch_size=micro_batch_size)  # it needs too much memory
         before = [other["tokens_per_second"]["median"] for other in rows if "memory" in other]
         if before and "memory" in row:
             row["gain"] = row["tokens_per_second"]["median"] / before[-1]
         rows.append({name: value for name, value in row.items() if value is not None})
-        speed = f"{row['tokens_per_second']['median']:,.0f} tokens/s" if "memory" in row else ""
-        print(f"{rung.name}: {speed or row['remark']}", flush=True)
+        outcome = row.get("remark")
+        if "memory" in row:
+            outcome = f"{row['tokens_per_second']['median']:,.0f} tokens/s"
+        print(f"{rung.name}: {outcome}", flush=True)
     title = (
-        f"{size}, {micro_batch_size} x {sequence_length:,} tokens, then four times as many sequences, accumulated "
-        f"{accumulation} times"
+        f"{size}, {micro_batch_size} x {sequence_length:,} tokens, then four times as many "
+        f"sequences, accumulated {accumulation} times"
     )
     return {"title": f"{title}, {steps} steps", "rows": rows}
 
 
 def problems(device: torch.device) -> dict[str, str]:
-    """Returns why the device lacks a rung, by the names of the rungs that it lacks."""
+    """Returns the rungs that the device cannot run, with the reasons, by name."""
     found = {"bf16": "" if has_bf16(device) else "only emulated"}
     found["compile"] = inductor_problem(device) or ""
     if device.type != "cuda":
@@ -137,7 +144,7 @@ def changed(job: Job, rung: Rung, accumulation: int) -> Job:
 
 
 def measured(job: Job, steps: int, devices: int) -> dict:
-    """Returns the columns of a rung; `remark` is the reason if there are none."""
+    """Returns the columns of a rung, or the reason of a failure as `remark`."""
     try:
         with tempfile.TemporaryDirectory() as name, Process(job, Path(name), devices) as process:
             process.reply()

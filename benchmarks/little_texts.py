@@ -1,10 +1,12 @@
-"""Writes the data of the study of many epochs (docs/results.md): parts of two corpora, with large validation splits.
+"""Writes the data of the study of many epochs (docs/results.md): parts of two corpora, with large
+validation splits.
 
     python benchmarks/little_texts.py
 
-Training text of 200,000 characters in a BPE of 1,024 tokens, in `data/little_python` and `data/little_shakespeare`, and of 900,000
-characters in a BPE of 4,096, in `data/own_python` and `data/own_shakespeare`. Python's are whole files of its standard library in an
-order by a hash of their names; Shakespeare's are the beginning of tiny Shakespeare, with its last 15% for validation.
+`data/little_python` and `data/little_shakespeare` have 200,000 characters of training text in a BPE
+of 1,024 tokens; `data/own_python` and `data/own_shakespeare` have 900,000 characters in a BPE of
+4,096. The Python text consists of full files of the standard library, ordered by a hash of their
+names. The other text is the beginning of tiny Shakespeare; its last 15% are for validation.
 """
 
 import sysconfig
@@ -24,17 +26,22 @@ LEFT_OUT |= {"site-packages", "dist-packages", "__pycache__"}
 
 
 def library() -> dict[str, str]:
-    """Returns the texts of files of the standard library by name, in the order of a hash of the name."""
+    """Returns texts of the standard library by file name, ordered by a hash of the name."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = {path.relative_to(folder): path for path in folder.rglob("*.py") if path.is_file()}
-    names = [n for n, path in found.items() if 0 < path.stat().st_size < LONGEST]
-    names = [n for n in names if not LEFT_OUT & {*n.parts}]
-    ordered = sorted((name.as_posix() for name in names), key=text_digest)
-    return {name: read_text(folder / name) for name in ordered}
+    names = []
+    for path in folder.rglob("*.py"):
+        name = path.relative_to(folder)
+        if not path.is_file() or not 0 < path.stat().st_size < LONGEST:
+            continue
+        if not LEFT_OUT.intersection(name.parts):
+            names.append(name.as_posix())
+    names.sort(key=text_digest)
+    return {name: read_text(folder / name) for name in names}
 
 
 def main() -> None:
-    files, text = library(), tiny_shakespeare()
+    files = library()
+    text = tiny_shakespeare()
     val = [content for name, content in files.items() if held_out(name)]
     train = [content for name, content in files.items() if not held_out(name)]
     ends = list(accumulate(map(len, train)))

@@ -1,18 +1,21 @@
-"""Measures training beside other programs.
+"""Compares the speed of training and generation with other programs.
 
     python benchmarks/measure.py gpt2 baby qwen3
 
-Each contestant is a process (`worker.py`). In each round every contestant makes its updates while the others wait, so
-that all share the state of the machine. Building, warmup and compilation do not count. A ratio is the median of the
-rounds' ratios. An update is forward, backward, clipping and step on random tokens.
+Each contestant is a process (`worker.py`). In each round the contestants take turns, one at a time,
+so that all see the same state of the machine. Building, warmup and compilation do not count. A
+ratio is the median of the rounds' ratios. An update is forward, backward, clipping and step on
+random tokens.
 
-- gpt2: 124M, sequences of 1,024 tokens, in bf16 (fp32 on a CPU that only emulates bf16), without dropout. HF's Trainer
-  and nanoGPT's loop around this package's model are compiled on a GPU only, and the loop is in fp32 on a CPU. The
-  share of the matrix products' speed is that of this package's FLOPs. On a GPU an update accumulates GPT-3's batch of
-  524,288 tokens, as the pretraining recipe does.
-- qwen3: GPT-2 and a Qwen3 of the same layers, heads and width, both by this package.
-- baby: nanoGPT's small model for a CPU, all in fp32, uncompiled; a turn is 100 updates.
-- generation: GPT-2 124M writes 64 tokens after a prompt of 16, beside `generate` of transformers, in fp32 (bf16 on a GPU).
+- gpt2: 124M, sequences of 1,024 tokens, in bf16 (fp32 on a CPU that only emulates bf16), without
+  dropout. HF's Trainer and nanoGPT's loop with this package's model are compiled on a GPU only, and
+  the loop is in fp32 on a CPU. The share of the speed of matrix products is computed from this
+  package's FLOPs. On a GPU an update accumulates GPT-3's batch of 524,288 tokens, as in the
+  pretraining recipe.
+- qwen3: GPT-2 and a Qwen3 with the same layers, heads and width, both by this package.
+- baby: nanoGPT's small model for a CPU, in fp32, uncompiled; a turn is 100 updates.
+- generation: GPT-2 124M writes 64 tokens after a prompt of 16, as does `generate` of transformers,
+  in fp32 (bf16 on a GPU).
 - tiny: to try this script.
 
 `benchmarks/table.py` prints the results.
@@ -35,30 +38,30 @@ from gpt2_accel.runtime.device import has_bf16, launch_device
 from gpt2_accel.tokenizer import char_tokenizer
 
 SMALL = {"vocab_size": 50257, "n_positions": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768}
-BABY = {"vocab_size": 65, "n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128} | {
-    "bias": False
-}
+BABY = {"vocab_size": 65, "n_positions": 64, "n_layer": 4, "n_head": 4, "n_embd": 128}
+BABY |= {"bias": False}
 TINY = {"vocab_size": 65, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
-FIRST = 0x10000  # 65,536 characters without gaps start at this code point
+FIRST = 0x10000  # the first of 65,536 code points without gaps
 
 
 @dataclass
 class Benchmark:
-    """Contestants that take turns; the first is compared with the others."""
+    """Contestants that take turns; the first one is compared with the others."""
 
     title: str
     jobs: list[Job]
-    updates: int = 1  # of a turn
+    updates: int = 1  # per turn
 
 
 def training(name: str, batch_size: int | None) -> Benchmark:
-    """Returns the benchmark of a name in `NAMES`, by default with the micro-batch of its name and this machine's device."""
-    cuda, bf16 = launch_device().type == "cuda", has_bf16(launch_device())
+    """Returns a training benchmark of `NAMES`. `batch_size` is the micro-batch in sequences, by
+    default that of the benchmark and device."""
+    cuda = launch_device().type == "cuda"
     small = name in ("baby", "tiny")
     shape = {"baby": BABY, "tiny": TINY}.get(name, SMALL)
     batch_size = batch_size or {"baby": 12, "tiny": 4}.get(name, 16 if cuda else 4)
-    precision = "bf16" if bf16 and not small else "no"
-    # build-nanogpt's batch, of the GPT-3 paper (arXiv:2005.14165, table 2.1), on a GPU.
+    precision = "bf16" if has_bf16(launch_device()) and not small else "no"
+    # On a GPU the batch of build-nanogpt and of the GPT-3 paper (arXiv:2005.14165, table 2.1).
     accumulation = 32 if cuda and name == "gpt2" else 1
     same = {"shape": shape, "batch_size": batch_size, "precision": precision}
     same |= {"accumulation": accumulation}
@@ -87,7 +90,7 @@ def training(name: str, batch_size: int | None) -> Benchmark:
 
 
 def generation(rows: int) -> Benchmark:
-    """Returns the benchmark of generation of `rows` texts at once."""
+    """Returns the benchmark that generates `rows` texts at once."""
     precision = "bf16" if launch_device().type == "cuda" else "no"
     same = {"shape": SMALL, "batch_size": rows, "precision": precision, "targets": 64 * rows}
     jobs = [Job("gpt2_accel", "generate", **same)]
@@ -107,16 +110,19 @@ def random_shards(folder: Path, vocab_size: int) -> None:
 
 
 def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[list[dict]]:
-    """Runs all contestants in turn; returns the replies of each, one per round."""
+    """Runs all contestants in turns; returns the replies of each contestant, one per round."""
     replies: list[list[dict]] = [[] for _ in jobs]
     with ExitStack() as stack:
-        places = (folder / str(number) for number in range(len(jobs)))
-        running = [stack.enter_context(Process(*pair)) for pair in zip(jobs, places, strict=True)]
+        running = []
+        for number, job in enumerate(jobs):
+            running.append(stack.enter_context(Process(job, folder / str(number))))
         for process in running:
             process.reply()
         for number in range(rounds):
-            # Alternate the direction, so that a contestant does not always follow the same one.
-            for place in range(len(jobs))[:: 1 if number % 2 == 0 else -1]:
+            order = list(range(len(jobs)))
+            if number % 2:  # alternate, so that a contestant does not always follow the same one
+                order.reverse()
+            for place in order:
                 job = jobs[place]
                 reply = running[place].turn(1 if job.kind == "matmul" else updates)
                 replies[place].append(reply)
@@ -126,16 +132,17 @@ def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[li
 
 
 def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]:
-    """Returns a row of the table for each contestant but the matrix products, the first with its share of their speed."""
-    found = []
+    """Returns a row of the table for each contestant except the matrix products; the first row has
+    its share of their speed."""
+    found: list[dict] = []
     for job, own in zip(jobs, replies, strict=True):
         seconds = [reply["seconds"] for reply in own]
         if job.kind == "matmul":
-            rates = [reply["flops"] for reply in own]
+            speeds = [reply["flops"] for reply in own]
             config = GPTConfig(**jobs[0].shape)
             flops = updates * jobs[0].tokens * flops_per_token(config, config.n_positions)
-            found[0]["matmul_flops"] = summary(rates)
-            found[0]["mfu"] = ratios([flops / s for s in found[0]["seconds"]], rates)
+            found[0]["matmul_flops"] = summary(speeds)
+            found[0]["mfu"] = ratios([flops / s for s in found[0]["seconds"]], speeds)
             continue
         row = {"name": job.name, "setting": job.setting, "seconds": seconds}
         row["tokens_per_second"] = summary([updates * job.tokens / s for s in seconds])
@@ -150,7 +157,7 @@ def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]
 
 
 def measure(chosen: Benchmark, rounds: int) -> dict:
-    """Measures all contestants of a benchmark; returns its title and its rows."""
+    """Measures all contestants of a benchmark; returns its title and rows."""
     with tempfile.TemporaryDirectory() as name:
         data = Path(name) / "data"
         random_shards(data, chosen.jobs[0].shape["vocab_size"])
@@ -164,7 +171,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--batch_size", type=int, help="sequences, in place of the benchmark's own")
+    parser.add_argument("--batch_size", type=int, help="sequences; default that of the benchmark")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()

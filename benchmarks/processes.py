@@ -1,4 +1,4 @@
-"""Starts the processes that measure. A `Job` runs in `worker.py`, with its own caches and peak memory."""
+"""Starts the processes that measure: each `Job` has its own caches and peak memory."""
 
 import json
 import os
@@ -12,32 +12,33 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """A contestant: what a process does again and again. `kind` is one of `worker.KINDS`, `shape` are fields of a `GPTConfig`.
+    """A contestant: what a process does in each turn. `kind` is one of `worker.KINDS`, `shape` has
+    fields of a `GPTConfig`.
 
-    The options from `optimizer` on are those of a plain loop, which otherwise is nanoGPT's.
+    The fields from `optimizer` on change the plain loop, which is nanoGPT's by default.
     """
 
     name: str
     kind: str
     shape: dict = field(default_factory=dict)
     batch_size: int = 1  # sequences of a micro-batch
-    accumulation: int = 1  # micro-batches of an update
+    accumulation: int = 1  # micro-batches per update
     precision: str = "no"  # "no", "bf16" or "fp16"
     compile: bool = False
     architecture: str = "gpt2"
     data_dir: str = ""
     warmup: int = 2  # updates before the first turn
 
-    recipe: str = ""  # of chat.py: this and the next five
+    recipe: str = ""  # the fields from here to `packed` are those of chat.py
     model: str = ""  # directory
     data: str = ""  # file of conversations or pairs
-    length: int = 0  # tokens of a window, or of an answer with its prompt
-    targets: int = 0  # tokens of an update that count in the loss
+    length: int = 0  # tokens per window, or of an answer with its prompt
+    targets: int = 0  # tokens per update that count in the loss
     lora: int = 0
     packed: bool = False  # TRL's windows are packed
 
     optimizer: str = "nanogpt"  # "nanogpt", "slow" or "toolkit"
-    hand_attention: bool = False  # this and the next two: see `reference_model.py`
+    hand_attention: bool = False  # for this field and the next two see `reference_model.py`
     hand_norm_gelu: bool = False
     stored_mask: bool = False
     chunked_loss: bool = False
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def setting(self) -> str:
-        """How the contestant computes, for the table."""
+        """Precision, compilation and texts at once, for the table."""
         words = ["fp32" if self.precision == "no" else self.precision]
         if self.compile:
             words.append("compiled")
@@ -57,40 +58,50 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an update: those that count, if their number is given."""
+        """Tokens per update; `targets` if it is given."""
         return self.targets or self.batch_size * self.shape["n_positions"] * self.accumulation
 
 
 class Process:
     """A running job, which waits for turns. Leaving the context kills it.
 
-    Its files are in `folder`, its stderr in `log.txt` there. Several `processes` are started by torchrun. `turn` raises
-    `RuntimeError` with the end of the stderr if the job ends by itself.
+    Its files are in `folder`, its stderr in `folder`/log.txt. torchrun starts several `processes`.
+    `turn` raises `RuntimeError` with the end of the stderr if the job ends by itself.
     """
 
     def __init__(self, job: Job, folder: Path, processes: int = 1):
-        self.job, self.log = job, folder / "log.txt"
+        self.job = job
+        self.log = folder / "log.txt"
         folder.mkdir(parents=True, exist_ok=True)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        worker = [str(HERE / "worker.py"), json.dumps(asdict(job)), str(folder / "run")]
-        command = [sys.executable, *(launcher if processes > 1 else []), *worker]
-        # The job names its precision and compilation. HF's Trainer reads Accelerate's variables too.
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={processes}"]
+        command += [str(HERE / "worker.py"), json.dumps(asdict(job)), str(folder / "run")]
+        # The job sets precision and compilation; HF's Trainer also reads Accelerate's variables.
         env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
         if job.kind in ("toolkit", "chat_recipe"):
             env["ACCELERATE_MIXED_PRECISION"] = job.precision
             env["ACCELERATE_DYNAMO_BACKEND"] = "inductor" if job.compile else "no"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, env=env, stderr=log, **pipes)
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
 
     def turn(self, updates: int) -> dict:
-        """Makes `updates` updates; returns their `seconds` and the peak `memory` so far in bytes."""
+        """Makes `updates` updates; returns their `seconds` and the peak `memory` in bytes."""
         print(updates, file=self.process.stdin, flush=True)
         return self.reply()
 
     def reply(self) -> dict:
-        """Waits for the next reply; the first one follows the warmup."""
-        if line := self.process.stdout.readline():
+        """Waits for the next reply; the first reply follows the warmup."""
+        line = self.process.stdout.readline()
+        if line:
             return json.loads(line)
         end = f"ended with exit code {self.process.wait()}"
         raise RuntimeError(f"{self.job.name} {end}: {self.log.read_text().strip()[-4000:]}")

@@ -1,6 +1,7 @@
-"""Computes the tables of the published studies from their recorded runs: docs/scaling.md and docs/results.md.
+"""Computes the tables of docs/scaling.md and docs/results.md from the recorded runs of the studies.
 
-`python benchmarks/table.py` writes them between the pages' markers, `tests/benchmarks/test_benchmarks.py` compares the pages.
+`python benchmarks/table.py` writes them between the markers of the pages, and
+`tests/benchmarks/test_benchmarks.py` compares them with the pages.
 """
 
 import json
@@ -16,24 +17,24 @@ from table import markdown
 from gpt2_accel.tools.study import compare
 from gpt2_accel.tools.study.scaling import LEVEL, fit_law
 
-# Budgets in FLOPs, parameters and tokens of the run that was predicted, and the law's file of that day.
+# Budgets in FLOPs, parameters and tokens of the predicted run, and the file of the original law.
 LAWS = (
     ((5e11, 1e12, 2e12, 4e12, 1e13), (803_200, 4706 * 4096), "law-1e14.json"),
     ((2e12, 4e12, 1e13, 2e13), (803_200, 4706 * 8192), "law-2e14.json"),
 )
 CORPORA = {"Python's library": "python", "tiny Shakespeare": "shakespeare"}
-# Of each corpus: the runs with the settings that the tuning chose last, among all that other seeds than 0 trained.
+# For each corpus, the runs with the finally tuned settings among those with other seeds than 0.
 CHOSEN = {
     "python": "optimizer == 'muon' or beta2 == 0.9999",
     "shakespeare": "optimizer == 'adamw' or min_lr_ratio == 0",
 }
 
-# Of the runs of `epochs`: the weight decay that each optimizer had, and the tokens of the training text.
+# For `epochs`: the usual weight decay of each optimizer, and the tokens of each training text.
 USUAL_DECAY = {"muon": 0.3, "adamw": 0.1}
 TEXTS = {"data/little_python": 75_426, "data/little_shakespeare": 77_858}
 TEXTS |= {"data/own_python": 243_393, "data/own_shakespeare": 274_527}
 
-# Study -> its setting, and the names of its values, the baseline first.
+# Study -> its setting, and the names of the values, the baseline first.
 NANOGPT_LIST = {
     "clipping": ("max_grad_norm", {1.0: "clipped at norm 1", 0.0: "never clipped"}),
     "initialization": (
@@ -55,33 +56,37 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def scaling(folder: Path) -> str:
-    """Returns the table of both laws: the fit, the tests of its form, the predictions."""
+    """Returns the table of both laws: the fit, the test of its form, the predictions."""
     folder = folder / "cpu/scaling"
     runs = read_runs(folder / "runs.csv")
-    columns = [
-        law_column(runs, budgets, target)
-        | {"predicted before the run": predicted(folder / name, target)}
-        for budgets, target, name in LAWS
-    ]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    columns = []
+    for budgets, target, name in LAWS:
+        column = law_column(runs, budgets, target)
+        column["predicted before the run"] = predicted(folder / name, target)
+        columns.append(column)
+    rows = []
+    for name in columns[0]:
+        rows.append([name] + [column[name] for column in columns])
     return markdown(("", "first", "second"), rows)
 
 
 def predicted(path: Path, target: tuple[int, int]) -> str:
-    """Returns the prediction and the interval that the release of that day computed from a law's draws: their quantiles and 1.96
-    standard deviations of the residuals, as roots of sums of squares."""
+    """Returns the prediction and its interval as the original release computed them from draws of
+    the law: their quantiles and 1.96 standard deviations of the residuals, added in quadrature."""
     law = json.loads(path.read_text(encoding="utf-8"))
     loss = loss_of(law["law"], *target)
     drawn = loss_of(np.array(law["samples"]).T, *target)
-    low, high = (
-        loss + math.copysign(math.hypot(end - loss, 1.96 * law["spread"]), end - loss)
-        for end in np.quantile(drawn, (0.025, 0.975))
-    )
+    ends = []
+    for quantile in np.quantile(drawn, (0.025, 0.975)):
+        apart = quantile - loss
+        ends.append(loss + math.copysign(math.hypot(apart, 1.96 * law["spread"]), apart))
+    low, high = ends
     return f"{loss:.3f}, {low:.3f} to {high:.3f}"
 
 
 def loss_of(law: Sequence, N: float, D: float) -> Any:
-    """Returns the loss of N parameters after D tokens, by E, A, alpha, B, beta: numbers, or arrays of many laws."""
+    """Returns the loss of N parameters after D tokens. `law` is E, A, alpha, B, beta: numbers, or
+    arrays for several laws."""
     E, A, alpha, B, beta = law
     return E + A * N**-alpha + B * D**-beta
 
@@ -89,23 +94,25 @@ def loss_of(law: Sequence, N: float, D: float) -> Any:
 def law_column(
     runs: pd.DataFrame, budgets: Sequence[float], target: tuple[int, int]
 ) -> dict[str, str]:
-    """Returns the cells of one law."""
+    """Returns the cells of one law by title."""
     away = np.abs(np.divide.outer(runs.flops.to_numpy(), budgets) - 1)  # (runs, budgets)
-    own = away.min(1) < 0.05  # whole updates
+    own = away.min(1) < 0.05  # a run has full updates, so its FLOPs are not exactly the budget
     of = np.array(budgets)[away.argmin(1)[own]]
     N, D, losses = runs.loc[own, ["parameters", "tokens", "loss"]].to_numpy(float).T
     found = fit_law(N, D, losses, of)
     residuals = losses - found.loss(N, D)
+    means = [f"{residuals[of == budget].mean():+.3f}" for budget in budgets]
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
-    return {
-        "budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs",
-        **{name: f"{value:.3g}" for name, value in found.law.items()},
-        "standard deviation of the residuals": f"{found.spread:.3f}",
-        "mean residual by budget": ", ".join(f"{residuals[of == b].mean():+.3f}" for b in budgets),
-        "test of the form": "p < 0.001" if found.form < 0.001 else f"p = {found.form:.2g}",
-        "form": "refused" if found.form < LEVEL else "holds",
-        "loss of 2 layers of 160": f"{found.loss(*target):.3f} after {target[1] / 1e6:.2f}M tokens",
-    }
+    cells = {"budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs"}
+    for name, value in found.law.items():
+        cells[name] = f"{value:.3g}"
+    cells["standard deviation of the residuals"] = f"{found.spread:.3f}"
+    cells["mean residual by budget"] = ", ".join(means)
+    cells["test of the form"] = "p < 0.001" if found.form < 0.001 else f"p = {found.form:.2g}"
+    cells["form"] = "refused" if found.form < LEVEL else "holds"
+    tokens = f"{target[1] / 1e6:.2f}M tokens"
+    cells["loss of 2 layers of 160"] = f"{found.loss(*target):.3f} after {tokens}"
+    return cells
 
 
 def rates(folder: Path) -> str:
@@ -120,12 +127,13 @@ def rates(folder: Path) -> str:
 
 
 def by_rate(runs: pd.DataFrame) -> pd.Series:
+    """Returns the losses of runs by learning rate, the lowest rate first."""
     return runs.set_index("learning_rate").loss.sort_index()
 
 
 def best_rate(losses: pd.Series) -> float:
-    """Returns the minimum of a parabola in the logarithm of the rate through the lowest loss and up to two neighbours on each
-    side. `losses` are by rate."""
+    """Returns the minimum of a parabola in the logarithm of the rate, through the lowest loss and
+    up to two neighbours on each side. `losses` are by rate."""
     best = losses.argmin()
     near = losses.iloc[max(0, best - 2) : best + 3]
     a, b, _ = np.polyfit(np.log(near.index), near, 2)
@@ -133,8 +141,9 @@ def best_rate(losses: pd.Series) -> float:
 
 
 def widths(folder: Path) -> str:
-    """Returns Muon's best rate by width on two corpora, and for each seed the power of the width that fits it."""
-    rows, lines = [], []
+    """Returns Muon's best rate by width on two corpora, and the fitted power of the width."""
+    rows = []
+    lines = []
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/widths_{name}.csv").groupby(["n_embd", "seed"])
         best = runs.apply(lambda own: best_rate(by_rate(own))).unstack()  # (widths, seeds)
@@ -154,19 +163,21 @@ def widths(folder: Path) -> str:
 
 
 def ratios(folder: Path) -> str:
-    """Returns the differences that another rate of Muon's AdamW part makes."""
+    """Returns the differences in loss with another rate for Muon's AdamW part."""
     rows = []
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/adamw_ratio_{name}.csv")
         losses = runs.pivot(index="adamw_ratio", columns="seed", values="loss")
         others = losses.index.drop(1.0)
         found = [plus_minus(losses.loc[ratio] - losses.loc[1.0], "+.4f") for ratio in others]
-        rows.append((corpus, plus_minus(losses.loc[1.0]), *found))
-    return markdown(("corpus", "ratio 1", *(f"ratio {ratio:g}" for ratio in others)), rows)
+        rows.append([corpus, plus_minus(losses.loc[1.0])] + found)
+    heads = ["corpus", "ratio 1"]
+    heads += [f"ratio {ratio:g}" for ratio in others]
+    return markdown(heads, rows)
 
 
 def epochs(folder: Path) -> str:
-    """Returns what weight decay and dropout do to the loss, by the passes over a little text."""
+    """Returns the changes of the loss by weight decay and dropout, by passes over a text."""
     rows = []
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/epochs_{name}.csv").query("seed > 0")
@@ -175,42 +186,49 @@ def epochs(folder: Path) -> str:
         for (optimizer, data, width, tokens), own in sorted(runs.groupby(keys), reverse=True):
             columns = ["weight_decay", "dropout"]
             losses = own.pivot(index="seed", columns=columns, values="loss")
-            before = losses[USUAL_DECAY[optimizer], 0.0]
-            changes = [
-                plus_minus(losses[each] - before, "+.3f") if each in losses else ""
-                for each in ((0.03, 0.0), (1.6, 0.0), (USUAL_DECAY[optimizer], 0.1), (1.6, 0.1))
-            ]
-            model = f"{'Muon' if optimizer == 'muon' else 'AdamW'}, {width} wide"
-            passes, ratio = tokens / TEXTS[data], TEXTS[data] / own.parameters.iloc[0]
-            found = [f"{passes:.0f}", f"{ratio:.2f}", plus_minus(before), *changes]
-            rows.append((corpus, model, *found))
-    heads = ("corpus", "model", "passes", "tokens per parameter", "loss as it was", "decay 0.03")
-    return markdown((*heads, "decay 1.6", "dropout 0.1", "both"), rows)
+            usual = USUAL_DECAY[optimizer]
+            before = losses[usual, 0.0]
+            name = "Muon" if optimizer == "muon" else "AdamW"
+            ratio = TEXTS[data] / own.parameters.iloc[0]
+            row = [corpus, f"{name}, {width} wide", f"{tokens / TEXTS[data]:.0f}", f"{ratio:.2f}"]
+            row.append(plus_minus(before))
+            for changed in ((0.03, 0.0), (1.6, 0.0), (usual, 0.1), (1.6, 0.1)):
+                known = changed in losses
+                row.append(plus_minus(losses[changed] - before, "+.3f") if known else "")
+            rows.append(row)
+    heads = ["corpus", "model", "passes", "tokens per parameter", "loss as it was", "decay 0.03"]
+    heads += ["decay 1.6", "dropout 0.1", "both"]
+    return markdown(heads, rows)
 
 
 def optimizers(folder: Path) -> str:
-    """Returns the table of AdamW's and Muon's losses, and Muon's share of the tokens."""
-    rows, shares = [], []
+    """Returns the losses of AdamW and Muon, and the share of AdamW's tokens that Muon needs."""
+    rows = []
+    shares = []
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/muon_{name}.csv").query(f"seed > 0 and ({CHOSEN[name]})")
         both = runs.pivot(index="tokens", columns=["optimizer", "seed"], values="loss")
-        adamw, muon = both["adamw"], both["muon"]
+        adamw = both["adamw"]
+        muon = both["muon"]
         for tokens in adamw.index:
-            losses = plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])
-            difference = plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f")
-            rows.append((corpus, f"{tokens:,.0f}", *losses, difference))
-        share = reached(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
-        shares.append(f"{share} on {corpus}")
+            row = [corpus, f"{tokens:,.0f}"]
+            row += [plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])]
+            row.append(plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f"))
+            rows.append(row)
+        needed = tokens_share(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
+        shares.append(f"{needed} on {corpus}")
     return (
         f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
         f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}."
     )
 
 
-def reached(goals: pd.Series, losses: np.ndarray, shares: pd.Index) -> str:
-    """Returns the share of tokens with which losses, (budgets, seeds) from the smallest budget, reach the `goals` of each seed: mean
-    and half the width of the 95% interval. `shares` has the tokens of each budget as a share of the goals'. Interpolates over
-    the logarithm."""
+def tokens_share(goals: pd.Series, losses: np.ndarray, shares: pd.Index) -> str:
+    """Returns the share of tokens at which `losses` reach the `goals`, (seeds,), with its interval.
+
+    `losses` are (budgets, seeds), the smallest budget first; `shares`, (budgets,), has the tokens
+    of each budget divided by those of the goals. Interpolates over the logarithm of the tokens.
+    """
     lowest = np.minimum.accumulate(losses)
     both = zip(goals, lowest.T, strict=True)
     logs = [np.interp(-goal, -own, np.log(shares)) for goal, own in both]
@@ -219,11 +237,11 @@ def reached(goals: pd.Series, losses: np.ndarray, shares: pd.Index) -> str:
 
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
     """Formats the mean ± half the width of the 95% interval."""
-    return compare.plus_minus([*values], form)
+    return compare.plus_minus(list(values), form)
 
 
 def architectures(folder: Path) -> str:
-    """Returns the losses of models that each add one change to the one before, after equal tokens and after equal time."""
+    """Returns losses of models, each with one more change, after equal tokens and equal time."""
     runs = pd.read_csv(folder / "cpu/architectures.csv").query("seed > 0")  # 0 tuned the rate
     rows = {name: [name] for name in runs.model.unique()}
     heads = ["model"]
@@ -233,25 +251,29 @@ def architectures(folder: Path) -> str:
         for model, row in rows.items():
             own = runs[(runs.corpus == f"data/{name}") & (runs.model == model)]
             found = own.pivot(index="tokens", columns="seed", values="loss")
-            last, timed = found.iloc[-1], found.iloc[0]  # the most and the fewest tokens
-            change = "" if before is None else plus_minus(last - before, "+.3f")
-            row += [plus_minus(last), change, f"{timed.mean():.3f}"]
-            before = last
+            most = found.iloc[-1]  # tokens
+            fewest = found.iloc[0]
+            change = "" if before is None else plus_minus(most - before, "+.3f")
+            row += [plus_minus(most), change, f"{fewest.mean():.3f}"]
+            before = most
     return markdown(heads, rows.values())
 
 
 def nanogpt_list(folder: Path) -> str:
-    """Returns what clipping, the initial weights and AdamW's beta2 do to the loss of nanoGPT's CPU model."""
+    """Returns the losses of nanoGPT's CPU model by clipping, initial weights and AdamW's beta2."""
     rows = []
     for study, (setting, names) in NANOGPT_LIST.items():
         runs = read_runs(folder / f"cpu/{study}.csv")
         losses = runs.pivot(index="seed", columns=setting, values="loss")
-        base, *others = names
-        rows.append((names[base], plus_minus(losses[base]), "", "baseline"))
-        for value in others:
+        base = next(iter(names))
+        for value, name in names.items():
             difference = losses[value] - losses[base]
-            verdict = plus_minus(difference, "+.4f"), compare.judge([*difference])
-            rows.append((names[value], plus_minus(losses[value]), *verdict))
+            row = [name, plus_minus(losses[value])]
+            if value == base:
+                row += ["", "baseline"]
+            else:
+                row += [plus_minus(difference, "+.4f"), compare.judge(list(difference))]
+            rows.append(row)
     return markdown(("variant", "loss", "difference", "verdict"), rows)
 
 

@@ -4,8 +4,8 @@
     make chat
     python benchmarks/readme.py quickstart chat
 
-`quickstart.json` has the last validation of `runs/quickstart` beside what `xz -9` needs for the same held-out files, and
-`chat.json` what `make chat` measured of `runs/chat_python`.
+`quickstart.json` has the last validation of `runs/quickstart`, and the bits per byte of `xz -9` on
+the same held-out files; `chat.json` has the evaluation of `runs/chat_python` by `make chat`.
 """
 
 import argparse
@@ -21,18 +21,20 @@ from gpt2_accel.tokenizer import load_tokenizer
 
 
 def quickstart(run: Path) -> dict:
-    """Returns the last validation of a quickstart, and the bits per byte of its held-out files compressed by xz."""
+    """Returns the last validation of a quickstart, and the bits per byte of its held-out files
+    after compression by xz."""
     evaluated = [line for line in read_json_lines(run / "metrics.jsonl") if "val/loss" in line]
     last = {name: value for name, value in evaluated[-1].items() if name.startswith("val/")}
     stream = TokenStream("data/python_stdlib", "val")
     tokenizer = load_tokenizer(run)
     text = tokenizer.decode(stream.read(0, stream.tokens), skip_special_tokens=True).encode()
     bits = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    return {"command": "make quickstart", "step": evaluated[-1]["step"], **last, "xz -9": bits}
+    figures = {"command": "make quickstart", "step": evaluated[-1]["step"]}
+    return figures | last | {"xz -9": bits}
 
 
 def chat(run: Path) -> dict:
-    """Returns what `make chat` measured."""
+    """Returns the evaluation that `make chat` recorded."""
     record = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     return {"command": "make chat", "evaluation": record}
 

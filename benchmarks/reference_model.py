@@ -1,7 +1,7 @@
 """A textbook GPT-2: each formula written by hand, with switches for PyTorch's own operations.
 
-Names and shapes of the weights, and the logits, equal those of `gpt2_accel.models.gpt2.GPT`. The loss uses all logits
-at once.
+The weights have the names and shapes of `gpt2_accel.models.gpt2.GPT`, and the logits are equal. The
+loss uses all logits at once.
 """
 
 import math
@@ -30,7 +30,7 @@ class HandLayerNorm(nn.Module):
 
 
 def hand_gelu(x: torch.Tensor) -> torch.Tensor:
-    """Computes tanh-approximated GELU (Hendrycks & Gimpel, 2016, section 2), as in GPT-2."""
+    """Computes GELU with the tanh approximation (Hendrycks & Gimpel, 2016, section 2), as GPT-2."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -47,7 +47,8 @@ def standard_attention(
 ) -> torch.Tensor:
     """Computes causal attention with all attention weights, (B, H, T, T), in memory.
 
-    q, k, v: (B, H, T, D) -> (B, H, T, D). `seen`, (T, T), is nonzero where attended; None builds the causal mask.
+    q, k, v: (B, H, T, D) -> (B, H, T, D). `seen`, (T, T), is nonzero at attended positions; None
+    builds the causal mask.
     """
     T = q.shape[-2]
     if seen is None:
@@ -57,7 +58,7 @@ def standard_attention(
 
 
 class HandAttention(CausalSelfAttention):
-    """Attention with `standard_attention`; with `stored_mask` each layer stores its own (T, T) mask."""
+    """Attention by `standard_attention`; with `stored_mask` each layer stores a (T, T) mask."""
 
     def __init__(self, config: GPTConfig, stored_mask: bool):
         super().__init__(config)
@@ -66,21 +67,20 @@ class HandAttention(CausalSelfAttention):
         self.register_buffer("seen", seen, persistent=False)
 
     def forward(self, x: torch.Tensor, mask: None = None, cache: None = None) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C); always causal, `mask` and `cache` are ignored."""
+        """x: (B, T, C) -> (B, T, C); always causal, ignores `mask` and `cache`."""
         B, T, C = x.shape
-        q, k, v = (
-            part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, H, T, C/H)
-            for part in self.c_attn(x).split(C, dim=2)
-        )
+        heads = []
+        for part in self.c_attn(x).split(C, dim=2):
+            heads.append(part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2))
+        q, k, v = heads  # (B, H, T, C/H)
         seen = None if self.seen is None else self.seen[:T, :T]
         y = standard_attention(q, k, v, seen)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 def slow_gpt(config: GPTConfig, *, stored_mask: bool = True, hand_norm_gelu: bool = True) -> GPT:
-    """Builds a `GPT` with hand-written attention and, if `hand_norm_gelu`, LayerNorm and GELU; without dropout.
-
-    Its initial weights equal those of `GPT(config)` with the same random state.
+    """Builds a `GPT` without dropout, with hand-written attention and, if `hand_norm_gelu`,
+    LayerNorm and GELU. With the same random state its initial weights equal those of `GPT(config)`.
     """
     model = GPT(config)
     weights = model.state_dict()
@@ -97,7 +97,7 @@ def slow_gpt(config: GPTConfig, *, stored_mask: bool = True, hand_norm_gelu: boo
 
 
 class PlainLoss(nn.Module):
-    """A wrapper that returns the loss of a model, computed from the logits of all positions at once."""
+    """A wrapper that returns the loss of a model, from the logits of all positions at once."""
 
     def __init__(self, model: GPT):
         super().__init__()

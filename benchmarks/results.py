@@ -1,4 +1,4 @@
-"""Writes and reads the results of the benchmarks, `benchmarks/results/<cpu or cuda>/<name>.json`."""
+"""Writes and reads results of the benchmarks, `benchmarks/results/<cpu or cuda>/<name>.json`."""
 
 import datetime
 import json
@@ -22,15 +22,13 @@ def kind() -> str:
 
 
 def machine() -> dict[str, str | int | None]:
-    """Returns the device, threads, torch version and date of a measurement, and the package's version
-    and commit."""
+    """Returns device, threads, torch version, date, and the package's version and commit."""
     device = torch.cuda.get_device_name() if kind() == "cuda" else processor()
-    threads, date = torch.get_num_threads(), datetime.date.today().isoformat()
     return {
         "device": device,
-        "threads": threads,
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "date": date,
+        "date": datetime.date.today().isoformat(),
         "version": __version__,
         "commit": git_commit(),
     }
@@ -40,21 +38,27 @@ def processor() -> str:
     """Returns the name of this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> None:
     """Writes the results of the benchmark `name`, with the machine."""
     path = Path(folder) / kind() / f"{name}.json"
-    write_json(path, {"machine": machine(), **figures})
+    write_json(path, {"machine": machine()} | figures)
     print(f"wrote {path}", flush=True)
 
 
 def read_results(name: str, folder: str | Path = RESULTS) -> list[dict]:
-    """Returns the results of the benchmark `name` on a CPU and on a GPU, as far as they are there."""
-    paths = (Path(folder) / kind / f"{name}.json" for kind in ("cpu", "cuda"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    """Returns the results of the benchmark `name` on a CPU and on a GPU, those that exist."""
+    found = []
+    for device in ("cpu", "cuda"):
+        path = Path(folder) / device / f"{name}.json"
+        if path.exists():
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+    return found
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -63,5 +67,5 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Returns the `summary` of `above` / `below` by round, in which changes of the machine between rounds cancel."""
+    """Returns the `summary` of `above` / `below` of each round, so that slow rounds cancel."""
     return summary([a / b for a, b in zip(above, below, strict=True)])

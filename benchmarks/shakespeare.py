@@ -1,10 +1,10 @@
-"""Measures the wall time to a validation loss of 1.90 on tiny Shakespeare, for the whole command.
+"""Measures the wall time of a command to a validation loss of 1.90 on tiny Shakespeare.
 
     python benchmarks/shakespeare.py
 
-`recipes/shakespeare_fast.py`, preparation of the text included, and nanoGPT's settings for a CPU in a plain loop
-(`nanogpt.py`) run in turns. Each run has an empty compiler cache. The loss is then computed on the whole validation
-split, the last 10% of the text, in windows of the training length.
+`recipes/shakespeare_fast.py`, which also prepares the text, and nanoGPT's settings for a CPU in a
+plain loop (`nanogpt.py`) run in turns. Each run starts with an empty compiler cache. The loss is
+that of the full validation split, the last 10% of the text, in windows of the training length.
 """
 
 import argparse
@@ -33,7 +33,7 @@ GOAL = 1.90
 
 
 def run(arguments: str, folder: Path, text: str) -> tuple[float, float]:
-    """Runs Python with `arguments` in an empty folder; returns its seconds and the loss of its model."""
+    """Runs Python with `arguments` in an empty folder; returns the seconds and the model's loss."""
     (folder / "input.txt").write_text(text, encoding="utf-8")
     command = f"{sys.executable} {arguments} --input input.txt --output_dir run".split()
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
@@ -44,20 +44,24 @@ def run(arguments: str, folder: Path, text: str) -> tuple[float, float]:
 
 @torch.no_grad()
 def validation_loss(model_dir: Path, text: str) -> float:
-    """Returns the mean loss per character on the last 10% of the text, in windows of `n_positions`."""
+    """Returns the mean loss on the last 10% of the text, in windows of `n_positions`, in nats per
+    character."""
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens = torch.tensor([number[character] for character in text[int(len(text) * 0.9) :]])
     model = from_pretrained(model_dir).eval()
     T = model.config.n_positions
     end = (len(tokens) - 1) // T * T
-    windows = tokens[:end].view(-1, T).split(64), tokens[1 : end + 1].view(-1, T).split(64)
-    nats = sum(model(*batch, reduction="none").sum().item() for batch in zip(*windows, strict=True))
+    inputs = tokens[:end].view(-1, T).split(64)
+    targets = tokens[1 : end + 1].view(-1, T).split(64)
+    nats = 0.0
+    for batch in zip(inputs, targets, strict=True):
+        nats += model(*batch, reduction="none").sum().item()
     return nats / end
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", type=Path, help="text file; downloaded if not given")
+    parser.add_argument("--input", type=Path, help="text file; default a download")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Prints the results as tables, and writes them between the markers of the pages in docs/.
+"""Prints the results as tables, and writes them between the markers of README.md and docs/.
 
     python benchmarks/table.py [FILE ...]
 
-Reads `benchmarks/results`. `<!-- bench NAME -->` of a page, or of README.md, names a result, a study of `published.py`, the
-`headline`, which has the comparisons of several results, or the `cards`: the records of `make gpu PART=tests`, also those that
-others made, in `contributed/` or as arguments. A record whose checks did not all pass is refused, and the exit code is 1.
+Reads `benchmarks/results`. A marker `<!-- bench NAME -->` names a result, a study of
+`published.py`, the `headline` (comparisons of several results) or the `cards` (records of `make gpu
+PART=tests`; those of others are in `contributed/` or arguments). A record with a check that did not
+pass is refused, and the exit code is 1.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from results import RESULTS, read_results
 
 DOCS = Path(__file__).parent.parent / "docs"
 SECTION = re.compile(r"<!-- bench (\w+) -->.*?<!-- /bench \1 -->", re.DOTALL)
-# The columns of all results by their names in a row: a head, a factor and a format. A table has those that its rows have.
+# Name in a row -> head, factor and format of a column. A table has the columns of its rows.
 COLUMNS: dict[str, tuple[str, float, str]] = {
     "setting": ("setting", 1, ""),
     "time": ("seconds", 1, ",.1f"),
@@ -33,7 +34,7 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "remark": ("remark", 1, ""),
 }
 
-# The comparisons of the README: a result, what it measures, the rows of this package and of others.
+# The comparisons in the README: result -> task, and rows of this package (first) and of others.
 HEADLINE = {
     "gpt2": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "baby": ("training nanoGPT's CPU model", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
@@ -62,19 +63,24 @@ def main() -> None:
         print(f"\n{found}")
         return f"<!-- bench {match[1]} -->\n\n{found}\n\n<!-- /bench {match[1]} -->"
 
-    for path in (*sorted(options.docs.rglob("*.md")), options.docs.parent / "README.md"):
+    pages = sorted(options.docs.rglob("*.md"))
+    pages.append(options.docs.parent / "README.md")
+    for path in pages:
         text = path.read_text(encoding="utf-8")
-        if (filled := SECTION.sub(fill, text)) != text:
+        filled = SECTION.sub(fill, text)
+        if filled != text:
             path.write_text(filled, encoding="utf-8")
     if refused:
         sys.exit("\n".join(refused))
 
 
 def section(name: str, folder: Path = RESULTS) -> str:
-    """Returns the tables of a result on each kind of device, or of a study. Raises `FileNotFoundError` if there is none."""
+    """Returns the tables of a result on each kind of device, or of a study. Raises
+    `FileNotFoundError` if it does not exist."""
     if name == "headline":
         return headline(folder)
-    if found := read_results(name, folder):
+    found = read_results(name, folder)
+    if found:
         return "\n\n".join(map(table, found))
     from published import STUDIES  # needs SciPy
 
@@ -87,41 +93,55 @@ def table(result: dict) -> str:
     """Returns a result as a title and a Markdown table."""
     rows = result["rows"]
     names = [name for name in COLUMNS if any(name in row for row in rows)]
-    heads = ["", *(COLUMNS[name][0] for name in names)]
-    body = [[row["name"], *(cell(row, name) for name in names)] for row in rows]
+    heads = [""]
+    heads += [COLUMNS[name][0] for name in names]
     title = result["title"]
+    body = []
     for row in rows:
+        line = [row["name"]]
+        line += [cell(row, name) for name in names]
+        body.append(line)
         if "mfu" in row:
-            share, rate = spread(row["mfu"], ".0%"), row["matmul_flops"]["median"] / 1e12
-            title += f"; {row['name']} reaches {share} of the matrix products' {rate:.2f} TFLOP/s"
-    if machine := result.get("machine"):
-        title += f". {place(machine)}"
+            share = spread(row["mfu"], ".0%")
+            speed = row["matmul_flops"]["median"] / 1e12
+            title += f"; {row['name']} reaches {share} of the matrix products' {speed:.2f} TFLOP/s"
+    if "machine" in result:
+        title += f". {place(result['machine'])}"
     return f"{title}:\n\n{markdown(heads, body)}"
 
 
 def place(machine: dict) -> str:
-    """Returns where and with what a result was measured."""
+    """Returns the machine, the date and the versions of a result."""
     found = "{device}, {threads} threads, torch {torch}, {date}".format(**machine)
-    return f"{found}, version {machine['version']}" if "version" in machine else found
+    if "version" in machine:
+        found += f", version {machine['version']}"
+    return found
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Returns a row for each comparison of `HEADLINE` on each kind of device, and where they were measured."""
+    """Returns a row for each comparison of `HEADLINE` on each kind of device, and the machines."""
     rows = []
     places = []
-    for name, (what, names) in HEADLINE.items():
+    for name, (task, names) in HEADLINE.items():
         for result in read_results(name, folder):
-            chosen = [next(r for r in result["rows"] if r["name"].startswith(n)) for n in names]
-            device = result["machine"]["device"]
-            for other in chosen[1:]:
+            ours = named_row(result, names[0])
+            title = f"{task} on {result['machine']['device']}"
+            for own in names[1:]:
+                other = named_row(result, own)
                 speed = f"{other['speed_up']['median']:.2f} x"
                 memory = f"{other['memory_ratio']:.2f} x" if "memory_ratio" in other else ""
-                settings = [chosen[0]["setting"], f"{other['name']}, {other['setting']}"]
-                rows.append([f"{what} on {device}", *settings, speed, memory])
-            if place(result["machine"]) not in places:
-                places.append(place(result["machine"]))
+                beside = f"{other['name']}, {other['setting']}"
+                rows.append([title, ours["setting"], beside, speed, memory])
+            where = place(result["machine"])
+            if where not in places:
+                places.append(where)
     heads = ["", "here", "beside", "speed", "memory"]
     return f"{markdown(heads, rows)}\n\nMeasured on {'; '.join(places)}."
+
+
+def named_row(result: dict, name: str) -> dict:
+    """Returns the first row of a result with a name that begins with `name`."""
+    return next(row for row in result["rows"] if row["name"].startswith(name))
 
 
 def cell(row: dict, name: str) -> str:
@@ -137,13 +157,17 @@ def cell(row: dict, name: str) -> str:
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Formats a Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows))
+    lines = [heads, ["---"] * len(heads)]
+    lines += rows
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def spread(found: dict[str, float], form: str) -> str:
     """Formats median and range, such as `2.31 (2.25 to 2.40)`; a single run has no range."""
-    median, low, high = (format(found[name], form) for name in ("median", "low", "high"))
-    return median if found["low"] == found["high"] else f"{median} ({low} to {high})"
+    median = format(found["median"], form)
+    if found["low"] == found["high"]:
+        return median
+    return f"{median} ({found['low']:{form}} to {found['high']:{form}})"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The process that measures: `python worker.py JOB FOLDER`, where JOB is a `Job` as JSON.
 
-It warms up and replies, then reads a number of updates per line of stdin, makes them, and replies {"seconds", "memory"},
-a line of JSON on stdout. It ends when it is killed. Of several processes the first one replies.
+It warms up and replies. Then each line of stdin has a number of updates, which it makes before it
+replies {"seconds", "memory"}, a line of JSON on stdout. It runs until it is killed. Of several
+processes rank 0 replies.
 """
 
 import json
@@ -26,35 +27,39 @@ from gpt2_accel.runtime.accelerator import configure_backends
 from gpt2_accel.runtime.device import AUTOCAST_DTYPES, launch_device
 from gpt2_accel.runtime.signals import end_with_parent
 
-# A job imports other libraries inside its function, so that they do not use the memory of other jobs.
+# A job imports other libraries inside its function, so that they use no memory in other jobs.
 
 ENDLESS = 10**7  # updates; the parent ends the run
-LEARNING_RATE, BETA2 = 6e-4, 0.95
+LEARNING_RATE = 6e-4
+BETA2 = 0.95
 DEVICE = launch_device()
 
 
 class Gate:
-    """Called after each update: replies after the last update of a turn, and waits for the next turn."""
+    """Is called after each update; after the last update of a turn it replies and waits for the
+    next turn."""
 
     def __init__(self, warmup: int, replies: TextIO):
-        self.left, self.replies, self.begun = warmup, replies, time.perf_counter()
+        self.left = warmup
+        self.replies = replies
+        self.begun = time.perf_counter()
 
     def __call__(self, **figures: float) -> None:
-        """Counts an update. After the last one of a turn, replies with `figures` beside time and memory."""
+        """Counts an update; after the last one of a turn replies with time, memory, `figures`."""
         self.left -= 1
         if self.left:
             return
         if DEVICE.type != "cpu":
             torch.accelerator.synchronize(DEVICE)
         seconds = time.perf_counter() - self.begun
-        reply = {"seconds": seconds, "memory": peak_memory(), **figures}
+        reply = {"seconds": seconds, "memory": peak_memory()} | figures
         print(json.dumps(reply), file=self.replies, flush=True)
         self.left = int(sys.stdin.readline())
         self.begun = time.perf_counter()
 
 
 def peak_memory() -> int:
-    """Returns the peak memory so far in bytes: of tensors on a CUDA GPU, else the resident memory of this process."""
+    """Returns the peak memory so far in bytes: of tensors on a CUDA GPU, else of this process."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated(DEVICE)
     if sys.platform.startswith("linux"):  # unlike `ru_maxrss`, without the memory of the parent
@@ -65,26 +70,42 @@ def peak_memory() -> int:
 
 
 def toolkit(job: Job, folder: str, gate: Gate) -> None:
-    """The toolkit's `train`; precision and compilation come from the environment, as in a launched run."""
+    """This package's `train`; the environment sets precision and compilation, as a launch does."""
     from gpt2_accel.config import TrainConfig
     from gpt2_accel.train import train
 
     shape = {name: value for name, value in job.shape.items() if name != "vocab_size"}
-    batch = {"micro_batch_size": job.batch_size, "total_batch_size": job.tokens}
-    rate = {"learning_rate": LEARNING_RATE, "beta2": BETA2, "max_steps": ENDLESS}
-    never = {"eval_every": 0, "sample_every": 0, "save_every": 0}
-    paths = {"data_dir": job.data_dir, "output_dir": folder}
-    train(TrainConfig(architecture=job.architecture, **paths, **shape, **batch, **rate, **never))
+    config = TrainConfig(
+        **shape,
+        architecture=job.architecture,
+        data_dir=job.data_dir,
+        output_dir=folder,
+        micro_batch_size=job.batch_size,
+        total_batch_size=job.tokens,
+        learning_rate=LEARNING_RATE,
+        beta2=BETA2,
+        max_steps=ENDLESS,
+        eval_every=0,
+        sample_every=0,
+        save_every=0,
+    )
+    train(config)
 
 
 def hf_trainer(job: Job, folder: str, gate: Gate) -> None:
-    """`transformers.Trainer` with a GPT-2 of transformers of the same shape, without dropout."""
+    """`transformers.Trainer` with GPT-2 of transformers in the same shape, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
-    ids = {"bos_token_id": None, "eos_token_id": None}
-    gelu = {"activation_function": "gelu_pytorch_tanh"}  # GPT-2's function, the faster of two
-    config = GPT2Config(**job.shape, **dropout, **ids, **gelu, use_cache=False)
+    config = GPT2Config(
+        **job.shape,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+        activation_function="gelu_pytorch_tanh",  # GPT-2's function, the faster of two
+        use_cache=False,
+    )
     on_cpu = DEVICE.type == "cpu"
     arguments = TrainingArguments(
         output_dir=folder,
@@ -111,7 +132,7 @@ def hf_trainer(job: Job, folder: str, gate: Gate) -> None:
 
 
 def loop(job: Job, folder: str, gate: Gate) -> None:
-    """A plain loop on random tokens, without Accelerate, log or anomaly guard."""
+    """A plain loop on random tokens, without Accelerate, logging or anomaly guard."""
     if job.ddp:
         if torch.accelerator.is_available():  # gloo on a CPU, for the tests
             torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
@@ -150,11 +171,10 @@ def build_model(job: Job) -> nn.Module:
 
 def matmul(job: Job, folder: str, gate: Gate) -> None:
     """The product of two large square matrices; replies with its FLOP/s, the best of ten."""
-    dtype, size = (
-        AUTOCAST_DTYPES.get(job.precision, torch.float32),
-        2048 if DEVICE.type == "cpu" else 8192,
-    )
-    a, b = (torch.randn(size, size, device=DEVICE).to(dtype) for _ in range(2))
+    dtype = AUTOCAST_DTYPES.get(job.precision, torch.float32)
+    size = 2048 if DEVICE.type == "cpu" else 8192
+    a = torch.randn(size, size, device=DEVICE).to(dtype)
+    b = torch.randn(size, size, device=DEVICE).to(dtype)
     while True:
         seconds = []
         for _ in range(10):
@@ -165,7 +185,7 @@ def matmul(job: Job, folder: str, gate: Gate) -> None:
 
 
 def generate(job: Job, folder: str, gate: Gate) -> None:
-    """This package's generation: greedy, without an end, from a prompt of 16 random tokens."""
+    """This package's generation: greedy, without end of text, after 16 random tokens."""
     from gpt2_accel.generation.sampling import Sampling, tokens
     from gpt2_accel.models import convert_parameters
 
@@ -180,13 +200,12 @@ def generate(job: Job, folder: str, gate: Gate) -> None:
 
 
 def hf_generate(job: Job, folder: str, gate: Gate) -> None:
-    """The same by `generate` of transformers, with a GPT-2 of the same shape."""
+    """The same with `generate` of transformers and its GPT-2 of the same shape."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**job.shape, bos_token_id=None, eos_token_id=None)
-    model = (
-        GPT2LMHeadModel(config).to(DEVICE, AUTOCAST_DTYPES.get(job.precision, torch.float32)).eval()
-    )
+    dtype = AUTOCAST_DTYPES.get(job.precision, torch.float32)
+    model = GPT2LMHeadModel(config).to(DEVICE, dtype).eval()
     prompts = torch.randint(config.vocab_size, (job.batch_size, 16), device=DEVICE)
     count = job.targets // job.batch_size
     while True:
@@ -195,7 +214,7 @@ def hf_generate(job: Job, folder: str, gate: Gate) -> None:
 
 
 def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
-    """`chat_sft.py` or `chat_dpo.py`, by its command line."""
+    """`chat_sft.py` or `chat_dpo.py`, with a command line."""
     flags = {
         "model": job.model,
         "data": job.data,
@@ -205,7 +224,9 @@ def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
         "beta2": BETA2,
         "lora": job.lora,
         "max_steps": ENDLESS,
-        **dict.fromkeys(("eval_every", "sample_every", "save_every"), 0),
+        "eval_every": 0,
+        "sample_every": 0,
+        "save_every": 0,
     }
     if job.recipe == "chat_dpo":
         flags |= {"batch_size": job.batch_size}
@@ -220,7 +241,7 @@ def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
 
 
 def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
-    """TRL's `SFTTrainer`, with PEFT for LoRA, or its `DPOTrainer`."""
+    """TRL's `SFTTrainer`, with PEFT for LoRA, or TRL's `DPOTrainer`."""
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
@@ -242,9 +263,10 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    trainer, options = trl.DPOTrainer, {}
+    options = {}
     if job.recipe == "chat_dpo":
-        # The reference's log-probabilities are computed before the first update, as by `chat_dpo.py`.
+        trainer = trl.DPOTrainer
+        # As in `chat_dpo.py`: the reference's log-probabilities are computed first.
         settings = trl.DPOConfig(**arguments, beta=0.5, precompute_ref_log_probs=True)
     else:
         trainer = trl.SFTTrainer
@@ -266,19 +288,27 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
     ).train()
 
 
-TRAINING = (toolkit, hf_trainer, loop, chat_recipe, trl_trainer)
-KINDS = {kind.__name__: kind for kind in (*TRAINING, matmul, generate, hf_generate)}
+KINDS = {
+    "toolkit": toolkit,
+    "hf_trainer": hf_trainer,
+    "loop": loop,
+    "chat_recipe": chat_recipe,
+    "trl_trainer": trl_trainer,
+    "matmul": matmul,
+    "generate": generate,
+    "hf_generate": hf_generate,
+}
 
 
 def main() -> None:
     end_with_parent(signal.SIGKILL)
-    # Send the stdout of libraries to stderr, so that stdout has replies only.
+    # The stdout of libraries goes to stderr, so that stdout has only replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = Job(**json.loads(sys.argv[1]))
     gate = Gate(job.warmup, replies)
     if os.environ.get("RANK", "0") == "0":
-        # Works inside any trainer: an update ends with the optimizer's step.
+        # In every trainer an update ends with the optimizer's step.
         register_optimizer_step_post_hook(lambda *_: gate())
     KINDS[job.kind](job, sys.argv[2], gate)
 
