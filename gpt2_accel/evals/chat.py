@@ -4,9 +4,8 @@ An item has a `prompt` (a text or a list of messages), an `answer`, and optional
 model's chat template renders the prompt, and the answer is generated greedily.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -26,8 +25,15 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 256  # of an answer
 BATCH_SIZE = 64  # answers that are generated at once
 
-# Group, expected answer, generated answer, and how it ended (see `Completion`).
-Answered = tuple[str, str, str, str | None]
+
+class Answered(NamedTuple):
+    """A generated answer: the question's group, the expected answer, the text, and how it ended
+    (see `Completion`)."""
+
+    group: str
+    expected: str
+    text: str
+    ended: str | None
 
 
 class ChatQuestion(NamedTuple):
@@ -75,25 +81,24 @@ class ChatAnswers:
             prompts = [question.prompt for question in batch]
             answers = complete(plain, self.tokenizer, prompts, sampling)
             for question, answer in zip(batch, answers, strict=True):
-                found.append((question.group, question.answer, answer.text, answer.ended))
+                found.append(Answered(question.group, question.answer, answer.text, answer.ended))
         return chat_scores(gather_object(found))
 
 
 def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
     """Returns the results of `ChatAnswers` for all answers. All ranks call it."""
-    parts: dict[str, dict[str, list[Any]]] = defaultdict(
-        lambda: {"predictions": [], "references": []}
-    )
-
-    def add(name: str, prediction: str | None, reference: str) -> None:
-        parts[name]["predictions"].append(prediction)
-        parts[name]["references"].append(reference)
-
-    for group, expected, answer, ended in sorted(found, key=lambda own: own[0]):
-        add("exact_match", answer, expected)
-        add("stop_rate", ended, "end_of_text")
-        if group:
-            add(f"exact_match_{group}", answer, expected)
+    pairs: dict[str, list[tuple]] = {
+        "exact_match": [(answer.text, answer.expected) for answer in found],
+        "stop_rate": [(answer.ended, "end_of_text") for answer in found],
+    }
+    for answer in sorted(found, key=lambda answer: answer.group):
+        if answer.group:
+            name = f"exact_match_{answer.group}"
+            pairs.setdefault(name, []).append((answer.text, answer.expected))
+    parts = {}
+    for name, both in pairs.items():
+        predictions, references = zip(*both, strict=True)
+        parts[name] = {"predictions": predictions, "references": references}
     return combine("chat", "exact_match", parts)
 
 

@@ -1,4 +1,4 @@
-"""`export.py --average`: the mean of checkpoints, as transformers reads them."""
+"""`export.py`: the mean of checkpoints, as transformers reads it."""
 
 import pytest
 import torch
