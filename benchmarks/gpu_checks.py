@@ -176,26 +176,26 @@ def attention(folder: Path) -> None:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if CUDA:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with kernels.chosen(sdpa_order=attention_order(DEVICE, deterministic=False)):
-        for dtype in dtypes:
-            k = heads(6, length + 37, dtype)
-            v = heads(6, length + 37, dtype)
-            q = heads(12, length + 37, dtype)
-            mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=DEVICE)
-            with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
-                attend(q, k, v, mask)
-            names = {event.key for event in profile.key_averages()}
-            assert not [name for name in names if "cudnn" in name.lower()], names
-            if not CUDA:
-                continue
-            q = heads(12, length, dtype)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            attend(q, heads(6, length, dtype), heads(6, length, dtype), None).sum().backward()
-            used = torch.cuda.max_memory_allocated() - before
-            scores = 2 * 12 * length * length * q.element_size()
-            print(f"{dtype}: {used / 1e6:.0f} MB, all scores alone {scores / 1e6:.0f} MB")
-            assert used < scores, dtype
+    kernels.choose(sdpa_order=attention_order(DEVICE, deterministic=False))
+    for dtype in dtypes:
+        k = heads(6, length + 37, dtype)
+        v = heads(6, length + 37, dtype)
+        q = heads(12, length + 37, dtype)
+        mask = torch.ones(2, 1, 1, length + 37, dtype=torch.bool, device=DEVICE)
+        with torch.no_grad(), torch.profiler.profile(activities=activities) as profile:
+            attend(q, k, v, mask)
+        names = {event.key for event in profile.key_averages()}
+        assert not [name for name in names if "cudnn" in name.lower()], names
+        if not CUDA:
+            continue
+        q = heads(12, length, dtype)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(q, heads(6, length, dtype), heads(6, length, dtype), None).sum().backward()
+        used = torch.cuda.max_memory_allocated() - before
+        scores = 2 * 12 * length * length * q.element_size()
+        print(f"{dtype}: {used / 1e6:.0f} MB, all scores alone {scores / 1e6:.0f} MB")
+        assert used < scores, dtype
 
 
 def auto_batch(folder: Path) -> None:

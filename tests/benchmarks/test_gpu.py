@@ -41,14 +41,14 @@ RECORD = {
 
 @long
 def test_checks_run_on_a_cpu_and_a_failure_does_not_end_the_others(tmp_path):
-    checks = ("none", "resume", "auto_batch", "speed", "fp16")
+    checks = ("none", "resume", "attention", "auto_batch", "speed", "fp16")
     output = tmp_path / "card.json"
     done = python("benchmarks/gpu_checks.py", *checks, "--output", output, fails=True)
     assert done.stderr.splitlines()[-1] == "failed: none", done.stderr
     assert done.stdout.count("largest difference") == 1
     record = read_json(output)
     outcomes = [outcome.split()[0] for outcome in record["checks"].values()]
-    assert outcomes == ["failed:", "passed", "passed", "passed", "skipped:"]
+    assert outcomes == ["failed:", "passed", "passed", "passed", "passed", "skipped:"]
     assert record["rows"][0]["tokens_per_second"]["median"] > 0
 
 

@@ -127,20 +127,11 @@ def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) 
     argv = sys.argv
     train_module = vars(gpt2_accel.train)
     train = train_module["train"]
-    captured: dict[str, Any] = {}
-
-    def capture(config: TrainConfig, **_: Any) -> None:
-        """Replaces `train`, also in modules that a recipe imports: keeps the settings and ends the
-        recipe. Raises the errors of `model_shape`."""
-        shape_of(config)
-        captured.update(config.settings())
-        sys.exit()
-
     train_module["train"] = capture
     sys.path.insert(0, str(recipe.parent))
     try:
         for label, own in changes:
-            captured.clear()
+            CAPTURED.clear()
             sys.argv = [str(recipe)]
             sys.argv += arguments(own, Path("runs/.settings"))  # a folder that is never created
             message: object = None
@@ -149,15 +140,26 @@ def read_trials(recipe: Path, changes: Sequence[tuple[str, Mapping[str, Any]]]) 
                     runpy.run_path(str(recipe), run_name="__main__")
             except SystemExit as end:
                 message = end.code
-            if not captured:
+            if not CAPTURED:
                 reason = message or "the recipe does not call train: run it alone to see why"
                 raise ValueError(f"{label}: {reason}")
-            typed = {name: captured.get(name, value) for name, value in own.items()}
-            trials.append(Trial(recipe, label, typed, dict(captured), code))
+            typed = {name: CAPTURED.get(name, value) for name, value in own.items()}
+            trials.append(Trial(recipe, label, typed, dict(CAPTURED), code))
     finally:
         sys.argv = argv
         train_module["train"] = train
     return trials
+
+
+CAPTURED: dict[str, Any] = {}  # settings; global, since modules that a recipe imports stay loaded
+
+
+def capture(config: TrainConfig, **_: Any) -> None:
+    """Replaces `train`, also in modules that a recipe imports: stores the settings in `CAPTURED`
+    and ends the recipe. Raises the errors of `model_shape`."""
+    shape_of(config)
+    CAPTURED.update(config.settings())
+    sys.exit()
 
 
 def code_of(recipe: Path) -> str:
