@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt2_accel import cli
+
+# isort: split
 import torch
 
-from gpt2_accel import cli
 from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
 from gpt2_accel.config import check_ranges, parse_config, required, setting
 from gpt2_accel.hf.convert import from_pretrained, save_pretrained
