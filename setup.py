@@ -1,4 +1,4 @@
-"""The packages of the wheel: all of gpt2_accel/, and three folders beside it. All else is in setup.cfg."""
+"""The packages of the wheel: gpt2_accel/ and three folders beside it. setup.cfg has the rest."""
 
 from setuptools import find_packages, setup
 

@@ -127,24 +127,25 @@ def evaluate(
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
     task, for CORE the folder of its bundle. All ranks call it."""
+    shape = model.config
     evaluations: list[Evaluation] = []
     notes: list[str] = []
     for name, own in data.items():
         task: Core | HellaSwag | TextPerplexity | ChatAnswers
         if isinstance(own, Path):
-            task = Core(own, tokenizer, model.config, config.limit)
+            task = Core(own, tokenizer, shape, config.limit)
         elif name == "hellaswag":
-            task = HellaSwag(own, tokenizer, model.config)
+            task = HellaSwag(own, tokenizer, shape)
         elif name == "text":
-            task = TextPerplexity(own, tokenizer, model.config, config.stride)
+            task = TextPerplexity(own, tokenizer, shape, config.stride)
         else:
-            task = ChatAnswers(own, tokenizer, model.config)
+            task = ChatAnswers(own, tokenizer, shape)
         evaluations.append(task)
         notes += task.notes
     for split in config.splits:
         assert config.data_dir is not None  # checked by Evaluate
         evaluation, note = prepare_loss(
-            accelerator, tokenizer, model.config, config.data_dir, split, config.eval_tokens
+            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens
         )
         evaluations.append(evaluation)
         notes.append(note)

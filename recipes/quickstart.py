@@ -45,7 +45,7 @@ class Quickstart(TrainConfig):
     output_dir: str = "runs/quickstart"
     resume_from: str | None = "latest"
     vocab_size: int | None = setting(
-        None, f"tokens of the BPE trained on the corpus, {VOCAB_SIZE} if not given"
+        None, f"vocabulary size of the BPE trained on the corpus; default {VOCAB_SIZE}"
     )
 
     n_layer: int = 2
