@@ -1,7 +1,7 @@
 """Direct preference optimization: an objective on pairs of answers.
 
 DPO is from Rafailov et al., 2023, arXiv:2305.18290. The reference is the model that the run starts
-from. Its log-probabilities are computed once, before the first update, and stored beside the
+from. Its log-probabilities are computed once, before the first update, and stored with the
 prepared pairs, so there is no second model.
 """
 

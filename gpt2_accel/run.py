@@ -1,4 +1,4 @@
-"""A training run: its parts, its saved state, and the methods that the loop and callbacks call.
+"""A training run: its parts, and the methods that the loop and callbacks call.
 
 `setup.py` builds it, `lifecycle.py` starts and ends it. All ranks call all methods, unless a
 docstring says otherwise.
@@ -56,7 +56,7 @@ Objective = Callable[[torch.nn.Module, Batch], Loss]
 class Run:
     """A training run, complete when it is built. Its folder is locked by then.
 
-    Beside its fields it has `run_dir`, the `state` that a checkpoint keeps, and `figures`, those of
+    It also has `run_dir`, the `state` that a checkpoint keeps, and `figures`, those of
     the last update. `schedule` has the batch size of each update, and `updates` their number, which
     differs from `max_steps` with a batch-size ramp and after a resume with another batch size.
     `stopping` is True on all ranks once a rank has to stop, and `unevaluated` if an evaluation was

@@ -74,7 +74,7 @@ class Sampling:
     top_p: float = setting(1.0, "keep the likeliest tokens that together reach this probability")
     num_samples: int = setting(1, "continuations of each prompt")
     seed: int = setting(1337, "same seed, same text; the second sample is the first of seed + 1")
-    stop: list[str] = setting([], "strings that end a continuation, beside <|endoftext|>")
+    stop: list[str] = setting([], "strings that end a continuation, besides <|endoftext|>")
     compile: bool = setting(False, "compile the model: for a long text, of one sample")
 
     def __post_init__(self) -> None:

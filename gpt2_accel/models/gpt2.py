@@ -5,7 +5,7 @@ The architecture is that of "Language Models are Unsupervised Multitask Learners
 output head tied to the token embedding. Names follow Hugging Face's GPT-2, so conversion
 (`hf/gpt2.py`) is four transposes per block.
 
-`parts.py` calls the faster attention and loss of `kernels/`, beside the plain PyTorch that they
+`parts.py` calls the faster attention and loss of `kernels/`, next to the plain PyTorch that they
 replace. `GPT2_ACCEL_KERNELS=off` turns them off.
 
 Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary (padded).
