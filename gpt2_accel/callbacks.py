@@ -246,14 +246,14 @@ class Pushes(AbstractContextManager):
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if self.run is None:
             return
-        thread, stop = self.thread, self.run.stop
+        thread = self.thread
         if thread.is_alive() and kind is None:
             self.print_line(
                 f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it: "
                 f"all files are in {self.scratch.parent}"
             )
             with suppress(KeyboardInterrupt):
-                while thread.is_alive() and stop.seconds_left > 0:
+                while thread.is_alive() and self.run.stop.seconds_left > 0:
                     thread.join(0.1)
         if thread.is_alive():
             self.print_line(

@@ -106,8 +106,9 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, *grads = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, 0.0, grad)
-        return None, *grads, *[None] * 5
+        arguments = ctx.saved_tensors + ctx.settings
+        _, grad_x, grad_w = chunked_cross_entropy(*arguments, 0.0, grad)
+        return None, grad_x, grad_w, None, None, None, None, None
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
@@ -228,8 +229,9 @@ def keep_gradients(ctx, inputs, output) -> None:
 def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
     """Scales the saved gradients by the first of `grad_sums`, (2,). They contain the second's.
     Autograd casts them to the dtypes of x and the weight."""
-    grads = [grad * grad_sums[0] for grad in ctx.saved_tensors]
-    return *grads, *[None] * 7
+    grad_x, grad_w = ctx.saved_tensors
+    unused = (None,) * 7  # the other arguments have no gradient
+    return (grad_x * grad_sums[0], grad_w * grad_sums[0]) + unused
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
