@@ -1,6 +1,6 @@
-"""Runs a script of recipes/changes, named by `CHANGE`, in processes over gloo; with `FSDP` sharded by FSDP2.
+"""Runs a script of recipes/changes, named by `CHANGE`; with `FSDP` sharded by FSDP2.
 
-`ROUTER` plants a router of the mixture of experts whose expert 0 gets no tokens on rank 1, and whose expert 1 gets none.
+With `ROUTER`, expert 0 of the mixture gets no tokens on rank 1, and expert 1 gets none at all.
 """
 
 import os

@@ -146,8 +146,8 @@ def data_dir(tmp_path_factory):
 def trained(data_dir, tmp_path_factory):
     """The folder of a run of 250 updates of a model with 64 positions. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    long = {"n_positions": 64, "total_batch_size": 4 * 64, "max_steps": 250, "eval_every": 250}
-    run(tiny_config(data_dir, folder, **long))
+    changes = {"n_positions": 64, "total_batch_size": 4 * 64, "max_steps": 250, "eval_every": 250}
+    run(tiny_config(data_dir, folder, **changes))
     return folder
 
 
@@ -176,7 +176,7 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
 
 @pytest.fixture
 def tiny(data_dir, tmp_path):
-    """A function that returns the settings of `tiny_config` for a run in a folder of the test's own."""
+    """A function that returns the settings of `tiny_config` for a run in a temporary folder."""
     return lambda folder="", **changes: tiny_config(data_dir, tmp_path / folder, **changes)
 
 
@@ -210,7 +210,7 @@ def status(run_dir) -> dict:
 
 @contextmanager
 def refused(words: str) -> Iterator[None]:
-    """The block has to end as a user's mistake does: by a `ValueError` or `OSError` whose sentence matches `words`."""
+    """The block has to raise a `ValueError` or `OSError` of one sentence that matches `words`."""
     with pytest.raises((ValueError, OSError), match=words) as error:
         yield
     assert "\n" not in str(error.value)
@@ -223,7 +223,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
-    """Makes all parameters random, also biases and norms, so that swapped tensors change the logits."""
+    """Makes all parameters random, so that swapped biases or norms change the logits too."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) / 10)
@@ -246,7 +246,7 @@ def accelerator():
 
 @pytest.fixture
 def before_update(monkeypatch):
-    """A function that has each update begin with `action(step)`, with the number of updates before."""
+    """A function that makes each update begin with `action(number of updates before)`."""
 
     def install(action):
         honest = train_module.accumulate_gradients
@@ -297,7 +297,7 @@ def run_recipe(name: str, *flags) -> None:
 
 
 def small_notebook() -> dict:
-    """Returns the notebook with a small model and few updates. It reads `text.txt` of the working directory."""
+    """Returns the notebook with a small model, which reads `text.txt` of the working directory."""
     text = (ROOT / "recipes/notebook.ipynb").read_text()
     changes = {
         "tiny_shakespeare()": "open('text.txt').read()",
@@ -315,12 +315,12 @@ def small_notebook() -> dict:
 
 def as_flags(config: TrainConfig) -> list[str]:
     """Returns the settings as command-line flags."""
-    return [
-        part
-        for name, value in asdict(config).items()
-        if value is not None and value != []
-        for part in (f"--{name}", *map(str, value if isinstance(value, list) else [value]))
-    ]
+    flags = []
+    for name, value in asdict(config).items():
+        values = value if isinstance(value, list) else [value]
+        if values and value is not None:
+            flags += [f"--{name}", *map(str, values)]
+    return flags
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Runs Python scripts in processes forked from this one, which has imported their libraries.
 
-`fork_server.py ADDRESS` reads requests from a Unix socket, one JSON object per line, and answers each with a JSON list
-per line. `{"argv": […], "envs":
-[{…}, …], "cwd": …, "output": …, "errors": …}` starts a script once per environment; the answer is the process ids.
+`fork_server.py ADDRESS` reads requests from a Unix socket, one JSON object per line, and answers
+each with a JSON list. A request with `argv` starts a script once for each environment of `envs`, in
+the folder `cwd`, with the files `output` and `errors`; the answer is the process ids. A request
 `{"poll": [process id, …]}` asks for their exit codes, null while they run.
 """
 

@@ -1,4 +1,4 @@
-"""A training run with FSDP2 over gloo, which Accelerate offers for GPUs only. `RECIPE` names a recipe instead of train_script."""
+"""Trains with FSDP2 over gloo: the recipe that `RECIPE` names, or train_script."""
 
 import importlib
 import os

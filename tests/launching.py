@@ -1,8 +1,9 @@
-"""Starts recipes as `accelerate launch` or `python` does, in forked processes unless a test needs the real launcher.
+"""Starts scripts as `accelerate launch` or `python` does, in forked processes.
 
-Starting Python and importing torch, transformers and accelerate takes several seconds of CPU time, and a launch does it
-once for the launcher and once for each process. Forked processes reduce gradients by gloo as well, and get the
-environment that Accelerate's launcher computes from its config and flags.
+Importing torch, transformers and accelerate takes seconds, and a launch does it once for the
+launcher and once for each process. Forked processes get the environment that Accelerate's launcher
+computes from its config and flags, and reduce gradients by gloo. `launcher=True` starts the real
+launcher instead.
 """
 
 import functools
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TextIO
+from unittest.mock import patch
 
 from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -32,8 +34,7 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).parent.parent
 SECONDS = 280  # time limit of one launch
 GRACE = 10  # seconds in which the others must end after one process failed
-stores: list[TCPStore] = []  # of `hold_store`
-servers: list[subprocess.Popen] = []  # of `fork_server`
+KEPT: list[object] = []  # stores and fork servers, until this process ends
 
 
 def launch(
@@ -46,10 +47,10 @@ def launch(
     fails: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """Runs `accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs, in the project's root.
+    """Runs `accelerate launch --config_file accelerate_configs/CONFIG.yaml SCRIPT ARGS` on CPUs.
 
-    Flags of the launcher may precede the script's name. For several processes the config "cpu" is replaced by the flags
-    `--multi_gpu --num_processes`, as in the docs. With `launcher` the real command runs, in the folder `cwd`.
+    Flags of the launcher may precede the script's name. With several processes, the config "cpu"
+    stands for the flags `--multi_gpu --num_processes`, as in the docs.
     """
     flags, environment = launch_flags(script, *args, processes=processes, config=config, **env)
     if launcher:
@@ -62,7 +63,7 @@ def launch(
 
 
 def ended(done: subprocess.CompletedProcess, fails: bool | None) -> subprocess.CompletedProcess:
-    """Returns a process that has to have succeeded, or to have failed; with None either is right."""
+    """Returns a process that has to succeed, or to fail; with `fails=None` either is right."""
     assert fails is None or bool(done.returncode) == fails, (
         f"{done.args}\n{done.stdout}\n{done.stderr}"
     )
@@ -73,17 +74,15 @@ def launch_flags(
     script: str | Path, *args: object, processes: int = 1, config: str = "cpu", **env: str
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the arguments of `accelerate launch` and its environment."""
-    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
-    several = ["--num_processes", str(processes), "--main_process_port", free_port()]
-    if config == "cpu" and processes > 1:
-        where = ["--multi_gpu", *several]
-    elif config == "cpu":
-        where += ["--num_cpu_threads_per_process", os.environ["OMP_NUM_THREADS"]]
-    elif config != "cpu":
-        where += several
-    if processes > 1 or config != "cpu":
+    flags = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
+    if config == "cpu" and processes == 1:
+        flags += ["--num_cpu_threads_per_process", os.environ["OMP_NUM_THREADS"]]
+    else:
+        if config == "cpu":
+            flags = ["--multi_gpu"]
+        flags += ["--num_processes", str(processes), "--main_process_port", free_port()]
         env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
-    return [*where, *map(str, (script, *args))], {**os.environ, **env}
+    return flags + [str(word) for word in (script, *args)], os.environ | env
 
 
 def python(
@@ -94,12 +93,12 @@ def python(
     fails: bool | None = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
-    """Runs `python SCRIPT ARGS` in a forked process, which has to succeed unless it `fails`.
+    """Runs `python SCRIPT ARGS` in a forked process.
 
-    `at_import` are the environment variables that libraries read at import; they need another fork server.
+    `at_import` are the environment variables that libraries read at import.
     """
     at_import = at_import or {}
-    environment = {**os.environ, **at_import, **env}
+    environment = os.environ | at_import | env
     return forked([str(script), *map(str, args)], [environment], cwd, at_import, fails)
 
 
@@ -108,19 +107,16 @@ def in_process(
 ) -> subprocess.CompletedProcess:
     """Runs `python SCRIPT ARGS` in this process."""
     argv, output, errors = [str(script), *map(str, args)], io.StringIO(), io.StringIO()
-    before, sys.argv = sys.argv, argv
     code: object = 0
     try:
-        with redirect_stdout(output), redirect_stderr(errors):
+        with patch.object(sys, "argv", argv), redirect_stdout(output), redirect_stderr(errors):
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code
-    finally:
-        sys.argv = before
     if isinstance(code, str):
         errors.write(code + "\n")
-    number = code if isinstance(code, int) else int(code is not None)
-    done = subprocess.CompletedProcess(argv, number, output.getvalue(), errors.getvalue())
+        code = 1
+    done = subprocess.CompletedProcess(argv, code or 0, output.getvalue(), errors.getvalue())
     return ended(done, fails)
 
 
@@ -132,69 +128,89 @@ def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
         time.sleep(0.005)
 
 
-class Started:
-    """A launch, or without `processes` a Python script, in forked processes beside the test. Output goes to `log`."""
+class Forked:
+    """A script in one forked process per environment, in parallel, as under torchrun."""
 
     def __init__(
         self,
-        script,
-        *args,
+        argv: list[str],
+        environments: list[dict[str, str]],
+        output: Path,
+        errors: Path,
+        cwd: Path = ROOT,
+        at_import: dict[str, str] | None = None,
+    ):
+        if "TORCHELASTIC_USE_AGENT_STORE" in environments[0]:  # the store that torchrun holds
+            port = int(environments[0]["MASTER_PORT"])
+            KEPT.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        self.at_import = at_import
+        files = {"cwd": str(cwd), "output": str(output), "errors": str(errors)}
+        self.pids = ask({"argv": argv, "envs": environments, **files}, at_import)
+
+    def codes(self) -> list[int | None]:
+        """Returns the exit code of each process, None while it runs."""
+        return ask({"poll": self.pids}, self.at_import)
+
+    def poll(self) -> int | None:
+        """Returns None while a process runs, then the exit code."""
+        codes = self.codes()
+        return None if None in codes else exit_code(codes)
+
+    def wait(self, seconds: float = SECONDS, end_others: bool = False) -> int:
+        """Waits and returns the exit code. Kills the processes after `seconds`.
+
+        With `end_others` the failure of one process ends the others, as by torchrun.
+        """
+        deadline = time.monotonic() + seconds
+        while None in (codes := self.codes()):
+            if end_others and any(codes):
+                end_others = False
+                self.send_signal(signal.SIGTERM)
+                deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() > deadline:
+                self.send_signal(signal.SIGKILL, os.killpg)
+            time.sleep(0.005)
+        return exit_code(codes)
+
+    def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
+        """Sends a signal to the running processes."""
+        for pid, code in zip(self.pids, self.codes(), strict=True):
+            if code is None:
+                send(pid, number)
+
+
+class Started(Forked):
+    """A launch, or without `processes` a Python script, beside the test. It writes to `log`."""
+
+    def __init__(
+        self,
+        script: str | Path,
+        *args: object,
         log: Path,
         processes: int | None = None,
         config: str = "cpu",
         **env: str,
     ):
-        environment = {**os.environ, **env}
-        argv, environments = [str(script), *map(str, args)], [environment]
+        argv, environments = [str(script), *map(str, args)], [os.environ | env]
         if processes:
             flags = launch_flags(*argv, processes=processes, config=config, **env)
             argv, environments = launched(*flags)
-        self.pids = start(argv, environments, ROOT, log, log)
-
-    def poll(self) -> int | None:
-        """Returns None while a process runs, then the exit code."""
-        codes = ask({"poll": self.pids})
-        return None if None in codes else exit_code(codes)
-
-    def wait(self, seconds: float = SECONDS) -> int:
-        """Waits and returns the exit code. Kills the processes after `seconds` and raises `TimeoutExpired`."""
-        deadline = time.monotonic() + seconds
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                self.send_signal(signal.SIGKILL)
-                raise subprocess.TimeoutExpired("forked processes", seconds)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal to the running processes."""
-        for pid, code in zip(self.pids, ask({"poll": self.pids}), strict=True):
-            if code is None:
-                os.kill(pid, number)
+        super().__init__(argv, environments, log, log)
 
 
 def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], list[dict]]:
-    """Returns the script's command line and the environment of each process, as the launcher computes them."""
-    before, here = dict(os.environ), Path.cwd()
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    try:
+    """Returns the script's command line and the environment that each process gets."""
+    with patch.dict(os.environ, environment), chdir(ROOT):
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
-        if args.multi_gpu or args.use_fsdp:
+        several = args.multi_gpu or args.use_fsdp
+        if several:
             found = prepare_multi_gpu_env(args)
-            several = True
         else:
             _, found = prepare_simple_launcher_cmd_env(args)
-            several = False
-    finally:
-        os.chdir(here)
-        os.environ.clear()
-        os.environ.update(before)
     argv = [args.training_script, *args.training_script_args]
     if not several:
         return argv, [found]
-    shared = {
-        **found,
+    found |= {
         "WORLD_SIZE": str(args.num_processes),
         "LOCAL_WORLD_SIZE": str(args.num_processes),
         "MASTER_ADDR": "127.0.0.1",
@@ -202,34 +218,13 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    ranks = range(args.num_processes)
-    return argv, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+    ranks = map(str, range(args.num_processes))
+    return argv, [found | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 def exit_code(codes: list[int]) -> int:
-    """Returns the exit code of a launch: that of a process that failed, before those that a signal ended for it."""
+    """Returns the exit code of a launch: of a process that failed, rather than was killed."""
     return next((code for code in codes if code > 0), min(codes))
-
-
-def hold_store(environments: list[dict[str, str]]) -> None:
-    """Holds the store that the processes of a launch connect to, as torchrun does, until this process ends."""
-    if "TORCHELASTIC_USE_AGENT_STORE" in environments[0]:
-        port = int(environments[0]["MASTER_PORT"])
-        stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
-
-
-def start(
-    argv: list[str],
-    environments: list[dict[str, str]],
-    cwd: Path,
-    output: Path,
-    errors: Path,
-    at_import: dict[str, str] | None = None,
-) -> list[int]:
-    """Starts a script in one forked process per environment; returns the process ids."""
-    hold_store(environments)
-    files = {"cwd": str(cwd), "output": str(output), "errors": str(errors)}
-    return ask({"argv": argv, "envs": environments, **files}, at_import)
 
 
 def forked(
@@ -239,26 +234,12 @@ def forked(
     at_import: dict[str, str] | None = None,
     fails: bool | None = False,
 ) -> subprocess.CompletedProcess:
-    """Runs a script in one forked process per environment, in parallel, and waits for all of them.
-
-    If one fails the others are ended, as by torchrun.
-    """
+    """Runs a script in one forked process per environment, and waits for all of them."""
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        pids = start(argv, environments, cwd, output, errors, at_import)
-        deadline, failed = time.monotonic() + SECONDS, False
-        while None in (codes := ask({"poll": pids}, at_import)):
-            left = [pid for pid, code in zip(pids, codes, strict=True) if code is None]
-            if any(codes) and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
-                for pid in left:
-                    os.kill(pid, signal.SIGTERM)
-            if time.monotonic() > deadline:
-                for pid in left:
-                    os.killpg(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        texts = (path.read_text() for path in (output, errors))
-        return ended(subprocess.CompletedProcess(argv, exit_code(codes), *texts), fails)
+        code = Forked(argv, environments, output, errors, cwd, at_import).wait(end_others=True)
+        done = subprocess.CompletedProcess(argv, code, output.read_text(), errors.read_text())
+    return ended(done, fails)
 
 
 def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
@@ -270,8 +251,8 @@ def ask(request: dict, at_import: dict[str, str] | None = None) -> list:
 
 
 @functools.cache
-def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> TextIO:
-    """Returns the connection to the fork server with these environment variables; starts it at the first call.
+def fork_server(at_import: frozenset[tuple[str, str]]) -> TextIO:
+    """Returns the connection to the fork server with these variables, which it starts if needed.
 
     The workers of pytest-xdist share it. It ends when all that are connected have ended.
     """
@@ -280,11 +261,9 @@ def fork_server(at_import: frozenset[tuple[str, str]] = frozenset()) -> TextIO:
     address = Path(tempfile.gettempdir(), f"fork-server-{key}")
     with FileLock(f"{address}.lock"):
         if not address.exists():
-            command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), address]
-            environment, nothing = {**os.environ, **dict(at_import)}, subprocess.DEVNULL
-            servers.append(
-                subprocess.Popen(command, env=environment, cwd=ROOT, stdin=nothing, stdout=nothing)
-            )
+            command = [sys.executable, str(ROOT / "tests/fork_server.py"), address]
+            env, nothing = os.environ | dict(at_import), subprocess.DEVNULL
+            KEPT.append(subprocess.Popen(command, env=env, cwd=ROOT, stdin=nothing, stdout=nothing))
             wait_for(address.exists, SECONDS)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(address))

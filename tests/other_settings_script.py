@@ -1,7 +1,4 @@
-"""Trains with a setting of rank 1 that differs from rank 0's, as from a YAML file on a node's own disk.
-
-... other_settings_script.py --data_dir ... ; the environment variable `OTHER` is `NAME VALUE` of rank 1.
-"""
+"""Trains with another setting on rank 1, `OTHER`, as from a YAML file on a node's own disk."""
 
 import os
 import sys

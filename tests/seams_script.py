@@ -1,4 +1,4 @@
-"""A run with an own part, for tests: `CASE` names one of `CASES`. With `FSDP` it is sharded by FSDP2."""
+"""Trains with a model or objective of its own: `CASE` names it. With `FSDP` it is sharded."""
 
 import os
 from itertools import count
@@ -26,7 +26,7 @@ class Stops:
 
 
 class Gradients:
-    """Saves the gradients of the first update, under the names of their parameters, in the run's folder."""
+    """Saves the gradients of the first update, by parameter, in the run's folder."""
 
     def on_pre_optimizer_step(self, run):
         if run.step == 0:

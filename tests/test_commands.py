@@ -93,7 +93,7 @@ def run_command(
 
 
 def started_by(words: list[str], cwd: Path) -> list[str]:
-    """Returns the command that `gpt2-accel` starts in `cwd`: `python …` or `accelerate launch …`."""
+    """Returns the command that `gpt2-accel` starts in `cwd`."""
     with pytest.MonkeyPatch.context() as patch:
         started = []
         patch.setattr(os, "execv", lambda _, argv: started.extend(argv[1:]))

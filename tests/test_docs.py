@@ -40,16 +40,14 @@ def anchors_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*ROOT_PAGES, *PAGES], ids=str)
 def test_files_and_headings_that_a_page_names_are_there(page):
-    links = re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", page.read_text())  # with a colon: addresses
-    assert [file for file, _ in links if not (page.parent / file).exists()] == []
-    assert [
-        (file, anchor)
-        for file, anchor in links
-        if anchor and anchor not in anchors_of(page.parent / file)
-    ] == []
-    # In running text too, such as `gpt2_accel/runtime/files.py` or `recipes/cluster/`. NAME stands for any.
+    text = page.read_text()
+    for file, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", text):  # a colon: an address
+        target = page.parent / file
+        assert target.exists(), file
+        assert not anchor or anchor in anchors_of(target), (file, anchor)
+    # In running text too, such as `recipes/cluster/`. NAME stands for any.
     folders = "gpt2_accel|recipes|accelerate_configs|benchmarks|tests|docs"
-    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", page.read_text())
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
@@ -97,11 +95,11 @@ def texts_of(source: str) -> set[str]:
 
 
 def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code():
-    quoted = re.findall(
-        r"^### `(.+)`$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE
-    )
-    folders = (ROOT / "gpt2_accel", ROOT / "recipes")
-    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
-    there = set().union(*map(texts_of, sources))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    there = set()
+    for folder in ("gpt2_accel", "recipes"):
+        for path in (ROOT / folder).rglob("*.py"):
+            there |= texts_of(path.read_text())
     assert len(quoted) == 10
     assert [message for message in quoted if message not in there] == []

@@ -49,7 +49,7 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Returns the dotted names that a module imports, also inside functions, but not those for annotations only."""
+    """Returns the dotted names that a module imports, but not those for annotations only."""
     found = set()
     tree = ast.parse(path.read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE" in ast.dump(n.test))]
@@ -78,20 +78,21 @@ def test_settings_are_read_before_torch_is_imported():
     recipes = PACKAGE.parent / "recipes"
     names = ["quickstart", "finetune_shakespeare", "chat_sft", "chat_dpo"]
     code = f"import runpy, sys; sys.path[0] = {str(recipes)!r}\nfor name in {names}:\n"
-    code += "    sys.argv = [name, '--lr', '1']\n    try: runpy.run_path(f'{sys.path[0]}/{name}.py', run_name='__main__')\n"
+    code += "    sys.argv = [name, '--lr', '1']\n"
+    code += "    try: runpy.run_path(f'{sys.path[0]}/{name}.py', run_name='__main__')\n"
     code += "    except SystemExit as end: print(end, *{'torch', 'accelerate'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     message = "unknown option --lr: did you mean --learning_rate?"
     assert done.stdout.splitlines() == [f"{name}.py: {message}" for name in names], done
 
 
-# Prints which of `HEAVY` are loaded after each step that a user waits for. Then trains, evaluates and samples as the recipes
-# do, whose folder, which has an `evaluate.py`, comes first.
+# Prints which of `HEAVY` are loaded after each step that a user waits for. Then trains, evaluates
+# and samples with the recipes' folder, which has an `evaluate.py`, first on the path.
 STEPS = """
 import sys
-HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo torch._inductor sympy accelerate".split()
-HEAVY += "transformers transformers.modeling_utils datasets evaluate pyarrow pandas scipy sklearn matplotlib".split()
-HEAVY += "wandb tensorboard torch.utils.tensorboard tiktoken".split()
+HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo torch._inductor".split()
+HEAVY += "sympy accelerate transformers transformers.modeling_utils datasets evaluate".split()
+HEAVY += "pyarrow pandas scipy sklearn matplotlib wandb tensorboard tiktoken".split()
 
 def loaded():
     print(*(name for name in HEAVY if name in sys.modules))
@@ -109,11 +110,13 @@ shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 32}
 batch = {"total_batch_size": 32, "micro_batch_size": 1, "max_steps": 1, "eval_tokens": 64}
 train(TrainConfig(data_dir, output_dir, eval_every=1, **shape, **batch))
 complete(*load(output_dir), ["a"], Sampling(max_new_tokens=2))
-import gpt2_accel.evals.chat, gpt2_accel.evals.core, gpt2_accel.evals.hellaswag, gpt2_accel.evals.perplexity
+import gpt2_accel.evals.chat, gpt2_accel.evals.core
+import gpt2_accel.evals.hellaswag, gpt2_accel.evals.perplexity
 import gpt2_accel.evals.metrics as metrics
 assert not {"evaluate", "datasets"} & {*sys.modules}
 columns = {"predictions": ["a"], "references": ["a"]}
-print(metrics.combine("x", "exact_match", {"mine": columns}), *{"evaluate", "datasets"} & {*sys.modules})
+found = metrics.combine("x", "exact_match", {"mine": columns})
+print(found, *{"evaluate", "datasets"} & {*sys.modules})
 """
 
 

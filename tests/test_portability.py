@@ -1,4 +1,4 @@
-"""Calls that do not exist on every system are made in `gpt2_accel/runtime/device.py`, or `cores.py` beside it, only."""
+"""Only `runtime/device.py` and `runtime/cores.py` make calls that some systems lack."""
 
 import re
 
@@ -9,7 +9,9 @@ SOURCES = [path for folder in ("gpt2_accel", "recipes") for path in (ROOT / fold
 # Calls that macOS lacks, and types that Apple's GPUs lack.
 RULES = {
     "os.sched_getaffinity": r"sched_getaffinity",
-    "fp64 tensors outside the CPU": r"(?<!\.cpu\(\))\.double\(\)|(?<!device=\"cpu\", )dtype=torch\.float64",
+    "fp64 tensors outside the CPU": (
+        r"(?<!\.cpu\(\))\.double\(\)|(?<!device=\"cpu\", )dtype=torch\.float64"
+    ),
     "questions to torch about the CPU": r"torch\.cpu\._is",
     "torch.cuda": r"\btorch\.(cuda|backends\.cuda)\b",
 }

@@ -206,36 +206,34 @@ def test_twenty_updates_are_those_of_trl(pairs, start, loss_type, tmp_path):
                 assert found == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
 
 
-def log_probabilities(model, ids, counted):
+def log_probabilities(model, tokens):
     """Returns the sum of the log-probabilities of the counted tokens, by transformers."""
+    ids = torch.from_numpy(tokens & int(TOKEN_ID))
+    counted = torch.from_numpy(tokens & int(COUNTS) != 0)
     with torch.no_grad():
-        logs = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
-    picked = logs[torch.arange(len(ids) - 1), torch.from_numpy(ids[1:])]
-    return picked[torch.from_numpy(counted[1:])].sum().item()
+        logs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+    return logs.gather(1, ids[1:, None])[counted[1:]].sum().item()
 
 
 def test_the_validation_loss_is_that_of_the_held_out_pairs(pairs, start, tmp_path):
     from transformers import AutoModelForCausalLM
 
     run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=pairs))
-    models = [AutoModelForCausalLM.from_pretrained(d).eval() for d in (tmp_path / "run", start)]
-    stream = TokenStream(pairs, "val")
-    margins = []
-    for window in stream.read(0, stream.tokens).reshape(-1, 2, stream.sequence_length // 2):
-        rewards = []
-        for tokens in window:
-            own, theirs = (
-                log_probabilities(m, tokens & int(TOKEN_ID), tokens & int(COUNTS) != 0)
-                for m in models
-            )
-            rewards.append(BETA * (own - theirs))
-        margins.append(rewards[0] - rewards[1])
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "run", start)
+    )
+    stream, margins = TokenStream(pairs, "val"), []
+    for pair in stream.read(0, stream.tokens).reshape(-1, 2, stream.sequence_length // 2):
+        better, worse = (
+            log_probabilities(model, tokens) - log_probabilities(reference, tokens)
+            for tokens in pair
+        )
+        margins.append(BETA * (better - worse))
     margins = torch.tensor(margins)
     last = metrics(tmp_path / "run")[-1]
     assert last["val/loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
     assert last["val/margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert last["val/reward_accuracy"] == pytest.approx((margins > 0).float().mean().item())
-    assert "val/perplexity" not in last and "val/bits_per_byte" not in last
 
 
 def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
@@ -273,13 +271,11 @@ def test_the_reference_has_no_dropout_and_is_computed_once(file, start, tmp_path
     for name, dropout in (("a", 0.0), ("b", 0.5)):
         flags = settings(start, tmp_path / name, data=file, dropout=dropout, max_steps=2)
         run_recipe("chat_dpo", *flags)
-        (data,) = (tmp_path / name).glob("data-*")
+        [data] = (tmp_path / name).glob("data-*")
         tables.append(reference_of(data))
     for split, count in (("train", 52), ("val", 7)):
         assert tables[0][split].shape == (count, 2) and (tables[0][split] < -1).all()
         assert torch.equal(tables[0][split], tables[1][split])
-    first = metrics(tmp_path / "a")[0]
-    assert first["train/loss"] == pytest.approx(math.log(2)) and abs(first["train/margin"]) < 1e-5
     # Another run on the same pairs reads it.
     monkeypatch.setattr(Preferences, "compute", lambda *_: pytest.fail("computed again"))
     run_recipe("chat_dpo", *settings(start, tmp_path / "c", data_dir=data, beta=0.1, max_steps=2))
@@ -288,17 +284,16 @@ def test_the_reference_has_no_dropout_and_is_computed_once(file, start, tmp_path
 def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path):
     data = tmp_path / "pairs"
     shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-    flags = {"data_dir": data, "max_steps": 8, "eval_every": 2}
+    flags = {"data_dir": data, "eval_every": 2}
     run_recipe("chat_dpo", *settings(start, tmp_path / "whole", **flags))
-    run_recipe("chat_dpo", *settings(start, tmp_path / "run", **flags, max_hours=1e-9))
-    assert not (tmp_path / "run/model.safetensors").exists()
-    run_recipe("chat_dpo", *settings(start, tmp_path / "run", **flags))
+    stopped = settings(start, tmp_path / "run", **flags)
+    run_recipe("chat_dpo", *stopped, "--max_hours", 1e-9)
+    run_recipe("chat_dpo", *stopped)
     assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
-    (path,) = data.glob("reference-*")
-    run_recipe("chat_dpo", *settings(start, tmp_path / "short", **{**flags, "max_steps": 4}))
+    [path] = data.glob("reference-*")
     path.unlink()
-    with refused("log-probabilities of the model that the run began from, is missing: resume with"):
-        run_recipe("chat_dpo", *settings(start, tmp_path / "short", **flags))
+    with refused("log-probabilities of the model that the run began from"):
+        run_recipe("chat_dpo", *stopped, "--max_steps", 10)
     assert not list(data.glob("reference-*"))
 
 
@@ -349,16 +344,17 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, sta
     run_recipe("chat_dpo", *flags)
     before = contents(tmp_path / "run")
     changed = write_lines(tmp_path / "changed.jsonl", pair_rows(50))
-    with refused("has changed since the run in"):
-        run_recipe("chat_dpo", *flags, "--data", changed)
     other, model = tmp_path / "other", from_pretrained(start)
     with torch.no_grad():
         next(model.parameters()).mul_(1.01)
     save_pretrained(model, other, load_tokenizer(start))
-    with refused("began from a model with other weights"):
-        run_recipe("chat_dpo", *flags, "--model", other, "--max_steps", 8)
-    with refused("is complete: .* beta 0.5 -> 0.1"):
-        run_recipe("chat_dpo", *flags, "--beta", 0.1)
+    for changes, words in [
+        (("--data", changed), "has changed since the run"),
+        (("--model", other, "--max_steps", 8), "a model with other weights"),
+        (("--beta", 0.1), "beta 0.5 -> 0.1"),
+    ]:
+        with refused(words):
+            run_recipe("chat_dpo", *flags, *changes)
     assert contents(tmp_path / "run") == before
 
 
@@ -381,22 +377,20 @@ def test_figures_of_bf16_and_of_two_sharded_processes(how, pairs, start, tmp_pat
     def flags(name, **changes):
         data = tmp_path / f"{name}-pairs"
         shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-        own = {"data_dir": data, **PARITY, "eval_every": 20, **changes}
+        own = PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6, **changes}
         return settings(start, tmp_path / name, **own)
 
     run_recipe("chat_dpo", *flags("fp32"))
     if how == "bf16":
-        tolerance = 2e-2
         launch("--mixed_precision", "bf16", RECIPE, *flags(how))
     else:
-        tolerance = 1e-5
         eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
         command = (*eager, "tests/fsdp_script.py", *flags(how, micro_batch_size=2))
         launch(*command, processes=2, config="8xa100_fsdp2", RECIPE="chat_dpo")
     lines, expected = metrics(tmp_path / how), metrics(tmp_path / "fp32")
-    assert len(lines) == 20 and expected[-1]["train/margin"] > 0.5
     # The reference is computed with the autocast of the training.
     assert lines[0]["train/margin"] == expected[0]["train/margin"] == 0
+    tolerance = 2e-2 if how == "bf16" else 1e-5
     for line, other in zip(lines, expected, strict=True):
-        for name in ("train/loss", "train/margin", "train/reward_chosen", "val/loss"):
+        for name in ("train/loss", "train/margin", "val/loss"):
             assert line.get(name) == pytest.approx(other.get(name), abs=tolerance), name

@@ -1,4 +1,4 @@
-"""Training and sampling, compared with transformers: a plain training loop, and its logits processors."""
+"""Training equals a plain loop around transformers, sampling its logits processors."""
 
 import math
 
@@ -38,8 +38,10 @@ def start(tmp_path):
 
 
 def plain_losses(start, data_dir, sizes, updates):
-    """The losses of a plain loop around transformers, with updates of `sizes` sequences. The schedule is that of `updates` updates
-    of as many as the largest."""
+    """The losses of a plain loop around transformers, with updates of `sizes` sequences.
+
+    The schedule is that of `updates` updates of the largest size.
+    """
     model = GPT2LMHeadModel.from_pretrained(start, dtype=torch.float32)
     parameters = list(model.parameters())
     groups = [
@@ -76,7 +78,7 @@ def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, start):
     assert losses(run(config)) == pytest.approx(expected, abs=2e-5)
 
 
-# The batch ramp of GPT-3: from 4 to 16 sequences over 260, in steps of 4. 36 full updates have 576 sequences.
+# The batch ramp of GPT-3: from 4 to 16 sequences over 260, in steps of 4, up to 576 sequences.
 RAMP = [4] * 22 + [8] * 11 + [12] * 7 + [16] * 19 + [12]
 
 

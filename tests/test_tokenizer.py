@@ -84,14 +84,6 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     assert encode(load_tokenizer(tmp_path), [text])[0] == ids
 
 
-@given(st.text())
-@settings(deadline=None, max_examples=200)
-def test_ids_are_utf8_bytes_and_tiktokens(text):
-    assert encode(byte_tokenizer(), [text]) == [list(text.encode())]
-    assert token_encoder(byte_tokenizer())(text).tolist() == list(text.encode())
-    assert BPE.decode(encode(BPE, [text])[0]) == text
-
-
 def test_gpt2_ids_are_tiktokens(gpt2):
     assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
     fast = token_encoder(gpt2)
@@ -330,13 +322,3 @@ def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
         tokenizer(TEXT, truncation=True, max_length=5)
     save_tokenizer(tokenizer, tmp_path / "saved")
     assert Tokenizer.from_file(str(tmp_path / "saved/tokenizer.json")).truncation is None
-
-
-def test_another_normalizer_is_not_encoded_by_tiktoken(gpt2):
-    for plain in (gpt2, byte_tokenizer()):
-        other = Tokenizer.from_str(plain.backend_tokenizer.to_str())
-        other.normalizer = normalizers.NFC()
-        other = PreTrainedTokenizerFast(tokenizer_object=other)
-        for tokenizer in (plain, other):
-            assert token_encoder(tokenizer)(PROBE).tolist() == encode(tokenizer, [PROBE])[0]
-        assert encode(plain, [PROBE]) != encode(other, [PROBE])

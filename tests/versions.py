@@ -1,7 +1,7 @@
-"""Runs part of the tests with the lowest and the newest releases of the Hugging Face libraries that setup.cfg allows.
+"""Runs part of the tests with the lowest and the newest libraries that setup.cfg allows.
 
-`make test-versions` starts it. Each set of releases has its own environment, `build/versions/NAME`. The exit code is 1
-if a test failed. Other packages are the newest that pip finds; torch is `TORCH`.
+`make test-versions` starts it. Each set of releases has its own environment, `build/versions/NAME`.
+The exit code is 1 if a test failed. Other packages are the newest that pip finds.
 """
 
 import os
@@ -48,7 +48,7 @@ def lower_bounds() -> dict[str, str]:
 
 
 def tested(name: str, pins: list[str]) -> int:
-    """Installs gpt2_accel with `pins` into the environment `name`, prints what it has; returns the exit code of the tests."""
+    """Installs gpt2_accel with `pins` into the environment `name`; returns the tests' exit code."""
     folder = ROOT / "build/versions" / name
     python = folder / "bin/python"
     if not python.exists():

@@ -1,5 +1,7 @@
-"""A checkpoint of release 0.3 resumes with the same losses; one of 0.1 is refused. `fixtures/README.md` says how they were
-made."""
+"""A checkpoint of release 0.3 resumes with the same losses; one of 0.1 is refused.
+
+`fixtures/README.md` says how they were made.
+"""
 
 import os
 import platform
@@ -29,7 +31,8 @@ def test_a_checkpoint_of_release_0_3_resumes_with_the_same_losses(data_dir, tmp_
     made = read_json(FIXTURES / "checkpoint-0.3.json")
     shutil.copytree(FIXTURES / "checkpoint-0.3", tmp_path / "old/checkpoint-4")
     settings = made["flags"].split()
-    flags = f"--data_dir {data_dir} --output_dir {tmp_path}/run --resume_from {tmp_path}/old/checkpoint-4"
+    flags = f"--data_dir {data_dir} --output_dir {tmp_path}/run"
+    flags += f" --resume_from {tmp_path}/old/checkpoint-4"
     done = subprocess.run(
         [sys.executable, ROOT / "tests/train_script.py", *settings, *flags.split()],
         env=os.environ | SAME_ON_EVERY_CPU,

@@ -10,16 +10,14 @@ import pytest
 from conftest import contents, losses, make_text, read_json, refused, run, status
 
 from gpt2_accel.checkpoint.find import (
-    CHECKPOINT_MANIFEST,
     find_corruption,
     list_checkpoints,
-    verified_directory,
 )
-from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
+from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.files import digest, write_json
+from gpt2_accel.runtime.files import digest
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
@@ -38,7 +36,7 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
     changes = {"total_batch_size": 256, "max_steps": 4, "resume_from": "latest"}
     config = tiny("run", **changes)
     lines = run(config)
-    # 3 updates read 12 sequences. 4 updates of the new size are 32 sequences, reached after 3 more updates of 8.
+    # 3 updates read 12 sequences. 4 updates of the new size are 32: 3 more updates of 8.
     assert read == [(12, 8), (20, 8), (28, 8)]
     assert [line["tokens"] for line in lines[3:]] == [20 * 32, 28 * 32, 36 * 32]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -51,17 +49,17 @@ def test_a_resume_refuses_other_data_another_shape_and_another_optimizer(tiny, t
     other, config = str(tmp_path / "other"), tiny("run", resume_from="latest")
     texts = {"train": [make_text(500, 0)], "val": [make_text(500, 1)]}
     prepare(texts, byte_tokenizer(), other, source="other")
-    for name, change in {"seed": 7, "sequence_length": 16, "data_dir": other}.items():
-        with refused(f"trained with the {name.removesuffix('_dir')} .*"):
-            run(replace(config, **{name: change}))
-    changed = {"seed": 7, "sequence_length": 16, "data_dir": other, "ignore_changes": True}
-    assert len(run(replace(config, **changed))) == 8
-    for changes, words in (
-        ({"n_layer": 3, "n_embd": 64}, "has n_layer 2 instead of 3, n_embd 32 instead of 64"),
-        ({"architecture": "llama"}, "has architecture gpt2 instead of llama"),
-    ):
+    changed = {"seed": 7, "sequence_length": 16, "data_dir": other}
+    refusals = [({name: value}, name.removesuffix("_dir")) for name, value in changed.items()]
+    refusals += [
+        ({"n_layer": 3, "n_embd": 64}, "n_layer 2 instead of 3, n_embd 32 instead of 64"),
+        ({"architecture": "llama"}, "architecture gpt2 instead of llama"),
+    ]
+    for changes, words in refusals:
         with refused(words):
             run(replace(config, **changes))
+    changed["ignore_changes"] = True
+    assert len(run(replace(config, **changed))) == 8
     with refused("trained with AdamW, not Muon"):
         run(replace(config, **changed, optimizer="muon", max_steps=20))
 
@@ -84,19 +82,14 @@ def test_a_running_write_completes_after_an_error_in_the_next_update(
     assert len(losses(run(tiny(resume_from="latest")))) == 8
 
 
-def test_starting_a_complete_run_again_changes_no_file_and_refuses_other_settings(
-    tiny, tmp_path, capsys
-):
+def test_starting_a_complete_run_again_changes_no_file_and_refuses_other_settings(tiny, tmp_path):
     run(tiny(save_every=4))
     files = contents(tmp_path)
-    unused = "another --output_dir: max_steps 8 -> 4 from update 8, learning_rate 0.01 -> 0.1"
     for given, wrong in (("", False), ("log_every", False), ("max_steps learning_rate", True)):
         config = tiny(max_steps=4, learning_rate=0.1, log_every=2, resume_from="latest")
         config.given = frozenset(given.split())
-        capsys.readouterr()
-        with refused(unused) if wrong else nullcontext():
+        with refused("max_steps 8 -> 4 .*learning_rate 0.01 -> 0.1") if wrong else nullcontext():
             run(config)
-        assert wrong or "is complete: nothing left to train" in capsys.readouterr().out
         assert contents(tmp_path) == files
 
 
@@ -105,8 +98,8 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
 ):
     run(tiny(save_every=8))
 
-    def changes():
-        return read_json(tmp_path / "run.json")["changes"]
+    def changes(folder="."):
+        return read_json(tmp_path / folder / "run.json")["changes"]
 
     assert changes() == []
     longer = {"max_steps": 12, "dropout": 0.1, "document_mask": True, "resume_from": "latest"}
@@ -128,25 +121,10 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
     capsys.readouterr()
     run(config)
     assert [line for line in capsys.readouterr().out.splitlines() if "->" in line] == first
-    run(tiny(**longer | {"max_steps": 14}, learning_rate=1e-3, lr_schedule="constant"))
-    assert changes() == [
-        *first,
-        "max_steps 12 -> 14 from update 12",
-        "lr_schedule cosine -> constant from update 12",
-        "the schedule's learning rate 0.0001 -> 0.001 from update 12",
-    ]
-    # A branch has the history of the run that it comes from; a checkpoint of 0.4 only its config.yaml.
-    checkpoint = tmp_path / "checkpoint-12"
-    state = read_json(checkpoint / "training_state/state.json")
-    del state["settings"], state["changes"]
-    write_json(checkpoint / "training_state/state.json", state)
-    write_manifest(
-        checkpoint, CHECKPOINT_MANIFEST, read_json(checkpoint / CHECKPOINT_MANIFEST)["files"]
-    )
-    branch = tiny("branch", **longer | {"max_steps": 16, "resume_from": str(checkpoint)})
-    run(branch)
-    found = read_json(tmp_path / "branch/run.json")["changes"]
-    assert "max_steps 14 -> 16 from update 12" in found and len(found) == 4
+    # A branch has the history of the run that it comes from.
+    checkpoint = str(tmp_path / "checkpoint-12")
+    run(tiny("branch", **longer | {"max_steps": 14, "resume_from": checkpoint}, learning_rate=1e-3))
+    assert changes("branch")[:6] == [*first, "max_steps 12 -> 14 from update 12"]
 
 
 @pytest.mark.parametrize(("place", "replaced"), [("export_model", 0), ("write_manifest", 1)])
@@ -165,27 +143,22 @@ def test_a_run_killed_before_its_final_model_is_complete_goes_on(
     with pytest.raises(KeyboardInterrupt):
         run(longer)
     assert (digest(tmp_path / "model.safetensors") != old) == (not manifest.exists()) == replaced
-    left = shutil.ignore_patterns("checkpoint-*", "status.json", "latest")
-    verified_directory(shutil.copytree(tmp_path, f"{tmp_path}-copy", ignore=left))
     monkeypatch.undo()
     run(longer)
     newest = digest(tmp_path / "checkpoint-8/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest != old
     assert newest in manifest.read_text()
-    elsewhere = tiny("other", max_steps=8, resume_from=str(tmp_path / "checkpoint-8"))
-    run(elsewhere)
-    assert digest(tmp_path / "other/model.safetensors") == newest
 
 
-@pytest.mark.parametrize("resume_from", [None, "latest"])
-def test_a_model_without_checkpoints_is_not_overwritten(tiny, resume_from, tmp_path):
-    config = tiny("run", max_steps=2, resume_from=resume_from)
+def test_a_model_without_checkpoints_is_not_overwritten(tiny, tmp_path):
+    config = tiny("run", max_steps=2, resume_from="latest")
     run(config)
     for path in list_checkpoints(tmp_path / "run"):
         shutil.rmtree(path)
     before = contents(tmp_path)
-    with refused("holds a model but no checkpoint .* --output_dir$"):
-        run(config)
+    for resume_from in (None, "latest"):
+        with refused("holds a model but no checkpoint"):
+            run(replace(config, resume_from=resume_from))
     assert contents(tmp_path) == before
 
 

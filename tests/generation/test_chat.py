@@ -1,6 +1,5 @@
 """Conversations: dropped turns, refusals."""
 
-import string
 from collections import deque
 
 import pytest
@@ -10,7 +9,7 @@ from gpt2_accel import GPTConfig
 from gpt2_accel.generation import chat
 from gpt2_accel.generation.sampling import Sampling, complete, encode_prompt
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import char_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import load_tokenizer
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 SYSTEM = [{"role": "system", "content": "Be kind."}]
@@ -52,36 +51,20 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     assert answer.ended and len(answer.ids) <= 200 - 160
 
 
-@pytest.mark.parametrize("longest, kept", [(200, 32), (8, 8)])
-def test_a_quarter_of_the_positions_is_kept_for_the_answer(longest, kept, tokenizer):
-    model, sampling = build(128), Sampling(longest, temperature=0)
-    free = 128 - kept - len(encode_prompt(tokenizer, said("x", "So.", "How?"))) + 1
-    assert last(model, tokenizer, said("x" * free, "So.", "How?"), sampling)[0] == 0
-    assert last(model, tokenizer, said("x" * (free + 1), "So.", "How?"), sampling)[0] == 2
-
-
 def test_refusals(tokenizer, chat_base):
     model = build(256)
+    long = "a" * 300
     for messages, message in [
         (said("Why?", "So."), "ends with a message of the user"),
-        (said("a<|im_end|>b"), "holds the special token <|im_end|>"),
-        (said("a\udcff"), "bytes that are not UTF-8: leave them out"),
-        (
-            said("a" * 300),
-            "the last message has 3.. tokens .* and the model reads 256: write less",
-        ),
-        (
-            [{"role": "system", "content": "a" * 300}, *said("Hi")],
-            "3.. tokens with the chat template and the system prompt",
-        ),
+        (said("a<|im_end|>b"), "special token <|im_end|>"),
+        (said("a\udcff"), "not UTF-8"),
+        (said(long), "the model reads 256"),
+        ([{"role": "system", "content": long}, *said("Hi")], "system prompt"),
     ]:
         with refused(message):
             chat.answer(model, tokenizer, messages, GREEDY)
-    characters = char_tokenizer(string.printable)
-    characters.chat_template = tokenizer.chat_template
     tokenizer.chat_template = "{{ 1 // 0 }}"
-    for broken, text in ((tokenizer, "Hi"), (characters, "é")):
-        with refused("template or the tokenizer refuses the conversation"):
-            chat.answer(model, broken, said(text), GREEDY)
-    with refused("has no chat template, so it cannot be talked to"):
+    with refused("refuses the conversation"):
+        chat.answer(model, tokenizer, said("Hi"), GREEDY)
+    with refused("no chat template"):
         chat.answer(model, load_tokenizer(chat_base), said("Hi"), GREEDY)

@@ -1,4 +1,4 @@
-"""Generation: greedy tokens equal to those of a model that reads its whole text again, seeds, the end of a text, refusals."""
+"""Sampling: parity with transformers and with a model without a cache, seeds, the end of a text."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def recomputed(model, prompt, max_new_tokens):
 @example([[5]], 60)
 @example(RAGGED, 110)
 def test_greedy_tokens_equal_a_recomputation(each_model, prompts, length):
-    """Also in rows of several lengths, and where a text beyond `n_positions` has lost its older half."""
+    """In rows of several lengths, and where a text beyond `n_positions` has lost its older half."""
     expected = [recomputed(each_model, prompt, length) for prompt in prompts]
     assert ids(each_model, prompts, length) == expected
 
@@ -88,14 +88,11 @@ def test_greedy_tokens_equal_those_of_transformers(each_model, tmp_path):
         options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
         expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
         assert ids(each_model, [prompt], 30) == [expected.tolist()]
-    found = ids(each_model.bfloat16(), RAGGED, 5)
-    each_model.float()
-    assert len(found[0]) == 5 and each_model.training
 
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Compiles the step of a single sample by a backend that is fast; a graph break or a recompilation is an error."""
+    """Compiles the step of a single sample; a graph break or a recompilation is an error."""
     torch._dynamo.reset()
     step = torch.compile(kv_cache.next_logits, dynamic=False, fullgraph=True, backend="eager")
     monkeypatch.setattr(kv_cache, "compiled", lambda: step)
@@ -124,11 +121,6 @@ def test_a_changed_model_samples_as_itself(model, monkeypatch):
     found = ids(changed, RAGGED, 30)
     assert found == [recomputed(changed, prompt, 30) for prompt in RAGGED]
     assert found != expected
-
-
-def test_only_the_last_positions_of_a_longer_prompt_are_read(model):
-    prompt = torch.randint(257, (100,)).tolist()
-    assert ids(model, [prompt], 9) == ids(model, [prompt[52:]], 9)
 
 
 def test_samples_depend_on_their_seed_only(model):
@@ -179,27 +171,18 @@ def test_stream_holds_back_partial_characters_and_stop_strings(monkeypatch):
 def test_empty_prompt_needs_an_end_of_text_token(model):
     sampling = Sampling(5, num_samples=2)
     assert len(complete(model, byte_tokenizer(), [""], sampling)) == 2
-    assert complete(model, byte_tokenizer(), [], sampling) == []
     with refused("give a prompt"):
         complete(model, char_tokenizer("abc"), [""], sampling)
-    with refused("no tokens"):
-        ids(model, [[1], []], 1)
 
 
 def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):
-    save_pretrained(GPT(GPTConfig(257, 8, 1, 1, 8)), tmp_path / "none")
-    with refused("none holds no tokenizer: put the files of the one"):
-        load(str(tmp_path / "none"))
-    shape = Qwen3Config(257, 8, 1, 2, 1, 8, 16, 16)
-    save_pretrained(
-        shape.build(), tmp_path / "qwen3"
-    )  # transformers makes one of <|endoftext|> only
-    with refused("qwen3 holds no tokenizer: put the files of the"):
-        load(str(tmp_path / "qwen3"))
-    save_pretrained(GPT(GPTConfig(100, 8, 1, 1, 8)), tmp_path / "small")
-    byte_tokenizer().save_pretrained(tmp_path / "small")
-    with refused("has a tokenizer of 257 tokens, but a vocabulary of 100"):
-        load(str(tmp_path / "small"))
+    save_pretrained(Qwen3Config(257, 8, 1, 2, 1, 8, 16, 16).build(), tmp_path)
+    with refused("holds no tokenizer"):  # transformers makes one of <|endoftext|> only
+        load(str(tmp_path))
+    save_pretrained(GPT(GPTConfig(100, 8, 1, 1, 8)), tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with refused("257 tokens, but a vocabulary of 100"):
+        load(str(tmp_path))
 
 
 @pytest.mark.parametrize(("value", "temperature"), [(math.nan, 0), (math.inf, 1)])

@@ -1,6 +1,6 @@
-"""Bad inputs to all recipes: each ends in one sentence that names the mistake, and nothing is written.
+"""Bad inputs to all recipes: each prints one sentence about the mistake and writes nothing.
 
-`wrong_commands.txt` lists those that are a command line, `wrong_inputs.yaml` those that have files or environment variables.
+`wrong_commands.txt` lists command lines, `wrong_inputs.yaml` those with files or variables.
 """
 
 import gzip
@@ -22,8 +22,9 @@ from gpt2_accel.tokenizer import char_tokenizer
 
 TEXT = make_text(400, 0)
 SMALL = (
-    "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 4 --total_batch_size 128 "
-    "--max_steps 8 --eval_every 0 --sample_every 0 --save_every 0 --resume_from latest"
+    "--n_layer 2 --n_head 2 --n_embd 32 --n_positions 32 --micro_batch_size 4 "
+    "--total_batch_size 128 --max_steps 8 --eval_every 0 --sample_every 0 --save_every 0 "
+    "--resume_from latest"
 )
 FLAGS = {"{small}": SMALL, "{tiny}": f"--data_dir {{data}} {SMALL}"}
 
@@ -45,7 +46,7 @@ SPECIAL = {
 
 
 def rows() -> list[dict]:
-    """Returns the wrong inputs: `command`, `words` of its message, and perhaps `files` and `env`."""
+    """Returns the wrong inputs: `command`, `words` of its message, and perhaps `files`, `env`."""
     here = Path(__file__).parent
     lines = (here / "wrong_commands.txt").read_text().splitlines()
     pairs = (line.split(" => ") for line in lines if line and line[0] != "#")

@@ -10,7 +10,6 @@ from conftest import (
     load_recipe,
     losses,
     metrics,
-    read_json,
     refused,
     run_recipe,
     write_lines,
@@ -26,15 +25,11 @@ RECIPE = "recipes/chat_sft.py"
 
 @pytest.fixture(scope="module")
 def chat_data(chat_base, tmp_path_factory):
-    """The shards of 21 conversations, one of them for validation, and their rows."""
+    """The shards of 21 conversations, one of them for validation."""
     folder = tmp_path_factory.mktemp("chat_data")
-    rows = chat_rows(21)
-    write_lines(folder / "rows.jsonl", rows)
-    done = python(
-        *("recipes/prepare_data.py", "chat", folder / "rows.jsonl", "--model", chat_base),
-        *("--sequence_length", 128, "--data_dir", folder / "shards"),
-    )
-    assert "train: 20 conversations" in done.stdout and "val: 1 conversation," in done.stdout
+    rows = write_lines(folder / "rows.jsonl", chat_rows(21))
+    flags = ("--model", chat_base, "--sequence_length", 128, "--data_dir", folder / "shards")
+    run_recipe("prepare_data", "chat", rows, *flags)
     return folder / "shards"
 
 
@@ -58,22 +53,20 @@ def settings(data, folder, **changes):
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def test_twenty_conversations_become_exact_answers_that_end(chat_data, chat_base, tmp_path):
+def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path):
     changes = {"max_steps": 200, "save_every": 0, "learning_rate": 4e-3, "log_every": 10}
     changes |= {"sample_every": 200, "sample_tokens": 5}
     run_recipe("chat_sft", *settings(chat_data, tmp_path / "run", **changes))
-    rows = chat_rows(21)
-    manifest = read_json(chat_data / "manifest.json")
-    assert (chat_data / manifest["model"]).samefile(chat_base)
     chat = pipeline("text-generation", model=str(tmp_path / "run"))
     options = {"do_sample": False, "return_full_text": False}
-    answers = [chat(row["messages"][:1], **options)[0]["generated_text"] for row in rows]
-    right = [a == row["messages"][1]["content"] for a, row in zip(answers, rows, strict=True)]
-    assert sum(right) == 20, answers
-    assert metrics(tmp_path / "run")[-1]["train/loss"] < 0.02
-    sample, _ = read_json_lines(tmp_path / "run/samples.jsonl")
+    right = 0
+    for row in chat_rows(21):
+        question, answer = row["messages"]
+        [found] = chat([question], **options)
+        right += found["generated_text"] == answer["content"]
+    assert right == 20
+    sample = read_json_lines(tmp_path / "run/samples.jsonl")[0]
     begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
-    assert sample["prompt"] == "Who are you?"
     assert sample["text"].startswith(begin) and len(sample["text"]) > len(begin)
 
 
@@ -92,16 +85,11 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
     recipe.fit_to_data(config, 128, processes)
-    assert config.total_batch_size // 512 == expected[0]
-    assert (config.max_steps, config.warmup_steps, config.eval_every) == expected[1:]
-    assert config.learning_rate == 0.0031 and config.batch_schedule(processes)
-    adapter = recipe.ChatSFT(lora=16)
-    assert "learning rate 0.031," in recipe.fit_to_data(adapter, 128, processes)
-    given = {"total_batch_size": 8192, "max_steps": 7, "warmup_steps": 3, "learning_rate": 0.1}
-    given |= {"eval_every": 0, "sample_every": 2, "save_every": 5, "micro_batch_size": 3}
-    config = recipe.ChatSFT(**given)
+    found = (config.max_steps, config.warmup_steps, config.eval_every)
+    assert (config.total_batch_size // 512, *found) == expected
+    config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
     recipe.fit_to_data(config, 128, processes)
-    assert {name: getattr(config, name) for name in given} == given
+    assert (config.max_steps, config.learning_rate) == (7, 0.1)
 
 
 def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):
@@ -134,27 +122,22 @@ def test_a_killed_run_of_two_processes_resumes_exactly(chat_data, tmp_path):
 def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_base, tmp_path):
     file = write_lines(tmp_path / "my_chats.jsonl", chat_rows(24))
     flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
-    done = launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
-    assert "train: 23 conversations" in done.stdout
+    launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
     values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
     assert len(values) == 20 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
-    (data,) = (tmp_path / "run").glob("data-*")
+    [data] = (tmp_path / "run").glob("data-*")
     before = (data / "manifest.json").stat().st_mtime_ns
-    again = python(RECIPE, *flags)
-    assert "is complete" in again.stdout
+    assert "is complete" in python(RECIPE, *flags).stdout
     assert (data / "manifest.json").stat().st_mtime_ns == before
 
 
 def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_path):
     flags = ("--output_dir", tmp_path / "run", "--data_dir")
-    with refused("windows of 128 tokens, not 64: give --seq"):
+    with refused("windows of 128 tokens, not 64"):
         run_recipe("chat_sft", *flags, chat_data, "--sequence_length", 64)
-    copy = shutil.copytree(chat_data, tmp_path / "moved/shards")  # its model is not beside it
-    with refused("base, the model that"):
-        run_recipe("chat_sft", *flags, copy)
     other = shutil.copytree(chat_base, tmp_path / "other")
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|mine|>"])
     tokenizer.save_pretrained(other)
-    with refused("was tokenized with another tokenizer than"):
+    with refused("another tokenizer"):
         run_recipe("chat_sft", *flags, chat_data, "--init_from", other)

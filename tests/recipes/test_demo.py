@@ -127,13 +127,9 @@ def test_the_model_reads_answered_messages():
 
     said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
     history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    history += [{"role": "user", "content": "g"}, {"role": "assistant", **escaped(HTML)}]
     found = conversation(history, "f", "Be kind.")
-    assert [m["content"] for m in found] == ["Be kind.", "b", "c", "f"]
-    history = [
-        {"role": "user", "content": escaped("a")["content"]},
-        {"role": "assistant", **escaped(HTML)},
-    ]
-    assert conversation(history, "f", None)[1]["content"] == HTML
+    assert [m["content"] for m in found] == ["Be kind.", "b", "c", "g", HTML, "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
 
 

@@ -85,14 +85,12 @@ def test_several_models_are_rows_of_one_table(data_dir, tmp_path, capsys):
         shape = GPTConfig(257, n_positions=64, n_layer=number, n_head=1, n_embd=8 * number)
         save_pretrained(shape.build(), folder, byte_tokenizer())
     run_recipe("evaluate", "--model", *folders, "--data_dir", data_dir, "--eval_tokens", 640)
-    table = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()
-    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    rows = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()[2:]
     for folder, row in zip(folders, rows, strict=True):
-        cells = dict(zip(heads, row, strict=True))
         [entry] = read_json(folder / "evaluation.json").values()
         parameters = GPT2LMHeadModel.from_pretrained(folder).num_parameters()
-        assert (cells["model"], cells["parameters"]) == (str(folder), f"{parameters:,}")
-        assert cells["val/loss"].startswith(f"{entry['results']['val/loss']:.4f} ± ")
+        for cell in (folder, f"{parameters:,}", f"{entry['results']['val/loss']:.4f} ± "):
+            assert f"| {cell}" in row
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):
@@ -110,15 +108,14 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     second = record("hellaswag", "--limit", "10")[str(copied)]
     assert second["results"].items() > first["results"].items()
     again = record("hellaswag")[str(copied)]  # replaces the limited evaluation
-    assert again["results"].keys() == second["results"].keys()
-    assert not any("first 10 items" in note for note in again["notes"])
+    assert again["results"].keys() == second["results"].keys() and again != second
 
     plain = from_pretrained(copied)
     plain.wte.weight.data[0] += 1
     save_pretrained(plain, copied)
     (name, other), (changed, entry) = record("text").items()
     assert (name, other) == (str(copied), again)
-    assert changed.startswith(f"{copied} (step 250, weights {entry['weights'][:12]}, ")
+    assert f"weights {entry['weights'][:12]}" in changed
     assert {metric.partition("/")[0] for metric in entry["results"]} == {"text"}
 
 

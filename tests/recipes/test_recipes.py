@@ -1,22 +1,15 @@
 """Runs the recipes as a user does, on less data and for fewer updates."""
 
 import math
-import os
 import shlex
 import shutil
-import sys
 import sysconfig
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import load_recipe, make_text, metrics, run_recipe
+from conftest import make_text, metrics, run_recipe
 from launching import python
 from test_commands import started_by
-
-from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.data.shards import read_manifest
 
 
 @pytest.fixture
@@ -38,35 +31,24 @@ def decay_of(run):
 def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, tmp_path, capsys):
     output = tmp_path / "my $(run)"
     flags = "--max_steps 30 --vocab_size 300 --eval_every 15 --sample_every 30 --sample_tokens 20"
-    flags += " --n_layer 2 --n_embd 64"
-    run_recipe("quickstart", *flags.split(), "--output_dir", output)
+    flags = [*flags.split(), "--n_layer", 2, "--n_embd", 64]
+    run_recipe("quickstart", *flags, "--output_dir", output)
     said, first = capsys.readouterr().out, metrics(output)
     assert first[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
     assert decay_of(output) == 1.6  # of little text that is read often
     sample, load = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
     words = started_by(shlex.split(sample)[1:], tmp_path)
     assert "def " in python(*words[1:], cwd=tmp_path).stdout
-    interpreter, _, code = shlex.split(load)
-    assert os.path.samefile(Path(interpreter).parent, Path(sys.executable).parent)
-    (tmp_path / "command.py").write_text(code)
+    (tmp_path / "command.py").write_text(shlex.split(load)[2])
     assert "def " in python(tmp_path / "command.py", cwd=tmp_path).stdout
 
-    # Training continues from that model, with its tokenizer.
+    # Training continues from that model, with its tokenizer, and keeps the decay that is given.
     shutil.rmtree("data")
-    more = (*flags.split(), "--output_dir", tmp_path / "more", "--max_steps", 1)
-    run_recipe("quickstart", *more, "--weight_decay", 0.3, "--init_from", output)
+    more = (*flags, "--output_dir", tmp_path / "more", "--max_steps", 1, "--weight_decay", 0.3)
+    run_recipe("quickstart", *more, "--init_from", output)
     assert metrics(tmp_path / "more")[0]["train/loss"] < first[0]["train/loss"] - 1
-    # A run that continues keeps its decay, also one from a checkpoint of another run.
-    recipe = load_recipe("quickstart")
-    config = recipe.Quickstart(vocab_size=300, n_embd=64, output_dir="none")
-    assert recipe.decay_for(replace(config, output_dir=str(tmp_path / "more"))) == 0.3
-    [checkpoint] = list_checkpoints(tmp_path / "more")
-    assert recipe.decay_for(replace(config, resume_from=str(checkpoint))) == 0.3
-    tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
-    size = next(n for n in range(1000, 2000) if 0 < 4 * tokens % n < n / 2)
-    config = replace(config, total_batch_size=size)
-    assert recipe.decay_for(replace(config, epochs=4.0)) == 1.6
-    assert recipe.decay_for(replace(config, epochs=3.9)) == 0.3
+    run_recipe("quickstart", *more[:-2], "--max_steps", 2)
+    assert decay_of(tmp_path / "more") == 0.3
 
 
 def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):

@@ -34,7 +34,6 @@ def test_what_is_given_wins():
     config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
     recipe.follow_depth(config, 4096, 1)
     assert (config.total_batch_size, config.max_steps, config.learning_rate) == (8192, 3, 0.5)
-    assert config.micro_batch_size == 4  # of 2,048 tokens
 
 
 def test_a_short_run_opens_in_a_pipeline(data_dir, tmp_path, monkeypatch):

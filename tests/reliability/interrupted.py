@@ -36,8 +36,10 @@ def weights(folder) -> str:
 
 
 def killed_before_each(start, step, ends=0) -> Iterator[int]:
-    """Yields 1, 1 + `step`, … as long as `start(number)`, a completed process, was killed before its change of that number on
-    the disk. The last, which was not, has the exit code `ends`."""
+    """Yields 1, 1 + `step`, … as long as `start(number)` was killed before that operation.
+
+    The last process, which was not killed, has the exit code `ends`.
+    """
     for number in itertools.count(1, step):
         code = start(number).returncode
         if code != -signal.SIGKILL:

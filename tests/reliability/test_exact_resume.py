@@ -1,4 +1,4 @@
-"""A resumed run equals one that was not interrupted, to the bit: on one process and several, compiled, in bf16."""
+"""A resumed run equals one that was not interrupted, to the bit."""
 
 import shutil
 
@@ -11,7 +11,8 @@ from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
-# Pairwise combinations of processes, micro-batches per update, precision, compilation, optimizer, interruption point.
+# Processes, micro-batches per update, precision, compilation, optimizer, interruption point:
+# pairwise combinations.
 EXACT = [
     (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
     (2, 2, "no", "no", "adamw", "warmup"),
@@ -30,7 +31,7 @@ EXACT += [pytest.param(case, marks=long) for case in MORE]
 
 @pytest.fixture(scope="module")
 def short_data(tmp_path_factory):
-    """76 windows of 32 tokens to train on, 8 for validation: bf16 is slow on CPUs without bf16 units."""
+    """76 windows of 32 tokens to train on, 8 for validation, since bf16 is slow on some CPUs."""
     path = tmp_path_factory.mktemp("short") / "words"
     splits = {"train": [make_text(150, seed) for seed in range(4)], "val": [make_text(60, 100)]}
     prepare(splits, byte_tokenizer(), path, source="made up")

@@ -1,4 +1,4 @@
-"""A run is never lost or wrong in silence: two starts at once, closed terminals, long updates, shards that change."""
+"""No run is lost or wrong silently: two starts at once, signals, shards that change."""
 
 import os
 import shutil
@@ -30,10 +30,6 @@ from gpt2_accel.runtime.files import lock_folder
 from gpt2_accel.runtime.signals import ECHO
 
 DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
-FSDP = str(ROOT / "tests/fsdp_script.py")
-
-
-# 1: the lock comes before the look at the folder
 
 
 def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
@@ -45,23 +41,20 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     refused = python(SCRIPT, *as_flags(first), ACCELERATE_USE_CPU="true", fails=True)
     b = start(second)
     assert a.poll() is None, "the first run ended too soon for this test"
-    assert "is in use by another process: wait for it to end" in refused.stderr
+    assert "is in use by another process" in refused.stderr
     assert a.wait(120) == 0
     files = contents(tmp_path / "run")
     assert b.wait(120) == 1
-    assert "is complete: nothing" in log_of(second) and "learning_rate 0.01 -> 0.1 f" in log_of(
-        second
-    )
+    assert "learning_rate 0.01 -> 0.1" in log_of(second)
     assert contents(tmp_path / "run") == files
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 901))
 
 
-@pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("save_every", [5, 0])
 def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
-    tiny, tmp_path, taken, save_every, monkeypatch, before_update
+    tiny, tmp_path, save_every, monkeypatch, before_update
 ):
-    """Also without a checkpoint to save: the heartbeat looks."""
+    """Also without a checkpoint to save: the heartbeat looks. Another run has taken the name."""
     monkeypatch.setattr(log, "HEARTBEAT", 99 if save_every else 0.2)
     folder, updates, other = tmp_path / "run", [], ExitStack()
 
@@ -69,8 +62,7 @@ def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
         updates.append(step)
         if step == 3:
             folder.rename(tmp_path / "moved")
-            if taken:
-                other.enter_context(lock_folder(folder))
+            other.enter_context(lock_folder(folder))
         if not save_every:
             time.sleep(0.05)
 
@@ -78,16 +70,7 @@ def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
     with other, refused("was removed or moved during the run"):
         run(tiny("run", max_steps=200, save_every=save_every))
     assert len(updates) < (6 if save_every else 100)
-    assert [path.name for path in folder.glob("*")] == [".lock"] * taken
-
-
-def test_a_refused_start_removes_the_folder_that_it_created(tiny, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        run(tiny("new/run", init_from=str(tmp_path / "nowhere")))
-    assert not (tmp_path / "new/run").exists()
-
-
-# 2: the newest weights
+    assert [path.name for path in folder.glob("*")] == [".lock"]
 
 
 def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
@@ -99,9 +82,6 @@ def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
     assert step > 4 and Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
     run(tiny(max_steps=step + 2, resume_from="latest"))
     assert Path(model_directory(tmp_path)) == tmp_path
-
-
-# 5: a checkpoint that is saved again
 
 
 def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times):
@@ -122,42 +102,31 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
     assert "resume from checkpoint-6" in status(whole)["reason"]
 
 
-@pytest.mark.parametrize(("step", "within"), [(4, True), (8, False), (8, True)])
-def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(
-    tiny, step, within, monkeypatch, before_update
-):
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(tiny, step, monkeypatch):
     """Also that of the last update: a run without it is not finished."""
     settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
     expected = run(tiny("whole", **settings))
     honest = Evaluations.on_step_end
 
-    def signal_at(place):
-        if place == step:
+    def evaluate(self, run, skipped):
+        if run.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
+        honest(self, run, skipped)
 
-    if within:
-        monkeypatch.setattr(
-            Evaluations,
-            "on_step_end",
-            lambda self, run, skipped: signal_at(run.step) or honest(self, run, skipped),
-        )
-    else:
-        before_update(lambda before: signal_at(before + 1))
+    monkeypatch.setattr(Evaluations, "on_step_end", evaluate)
     config = tiny("stopped", **settings)
     lines = run(config)
     monkeypatch.undo()
     assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
     assert losses(run(config)) == losses(expected)
-    # The evaluation has a line of its own, without figures of training.
-    resumed = [line for line in metrics(config.output_dir) if "val/loss" in line]
-    assert [(x["step"], x["val/loss"]) for x in resumed] == [
-        (x["step"], x["val/loss"]) for x in expected if "val/loss" in x
+    found = [
+        [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
+        for lines in (metrics(config.output_dir), expected)
     ]
+    assert found[0] == found[1]
     assert status(config.output_dir)["state"] == "finished"
-
-
-# 6: a closed terminal or pipe
 
 
 def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp_path):
@@ -178,9 +147,6 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
     assert process.wait(90) == 0
     assert status(tmp_path / "run")["state"] == "finished"
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 121))
-
-
-# 7: signals
 
 
 @pytest.mark.parametrize(
@@ -240,25 +206,20 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     assert found["state"] == state and found["requeue"], found
 
 
-@pytest.mark.parametrize(
-    "how", [{}, pytest.param({"script": FSDP, "launch": "8xa100_fsdp2"}, marks=long)]
-)
-def test_a_signal_acts_between_micro_batches(tiny, how, tmp_path):
+def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
     """An update of many micro-batches takes seconds, and is dropped within a part of them."""
-    sequences = 400 if how else 1500
-    settings = {"micro_batch_size": 1, "total_batch_size": sequences * 32, "max_steps": 3}
+    settings = {"micro_batch_size": 1, "total_batch_size": 1500 * 32, "max_steps": 3}
     config = tiny("run", **settings)
-    process = start(config, processes=2, **how)
+    process = start(config, processes=2)
     wait_for(lambda: last_step(tmp_path / "run") == 1)
-    first = metrics(tmp_path / "run")[0]
+    update = metrics(tmp_path / "run")[0]["train/seconds"]
     time.sleep(0.2)  # into the second update
     sent = time.monotonic()
     os.kill(process.pids[-1], signal.SIGTERM)
     assert process.wait(120) == 0, log_of(config)
-    took, update = time.monotonic() - sent, first["train/seconds"]
+    assert time.monotonic() - sent < update / 2
     found = status(tmp_path / "run")
     assert (found["state"], found["step"]) == ("stopped", 1)
-    assert took < update / 2, (took, update)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
 
@@ -283,17 +244,11 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
-# 9: ranks with different settings
-
-
 def test_ranks_with_different_settings_are_refused(tiny):
     flags = as_flags(tiny("run", micro_batch_size=2))
     other = {"OTHER": "learning_rate 0.5"}
     done = launch("tests/other_settings_script.py", *flags, processes=2, fails=True, **other)
     assert "process 1 has the learning_rate 0.5, the main process 0.01" in done.stderr
-
-
-# 11: a shard changes under a run
 
 
 @pytest.mark.parametrize("split", ["train", pytest.param("val", marks=long)])
@@ -304,20 +259,14 @@ def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
     config = tiny_config(data, tmp_path / "run", **settings)
     process = start(config, processes=2)
     wait_for(lambda: last_step(tmp_path / "run") > 20)
-    shard = data / f"{split}_000000.bin"
-    os.truncate(shard, HEADER.size + 100)
+    os.truncate(data / f"{split}_000000.bin", HEADER.size + 100)
     assert process.wait(60) == 1, log_of(config)
     sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
-    # The launcher prints one of several; without it each process does.
-    assert 1 <= len(sentences) <= 2
-    assert all("or its size of 164 bytes: restore it" in line for line in sentences), sentences
+    assert sentences and all("its size of 164 bytes" in line for line in sentences)
     found = status(tmp_path / "run")
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
     assert found["state"] == "failed" and checkpoint.name == f"checkpoint-{found['step']}"
-
-
-# 12: what ended in silence
 
 
 @pytest.mark.parametrize(
@@ -326,8 +275,7 @@ def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
 )
 def test_a_destroyed_model_is_not_a_result(tiny, rate, changes, tmp_path):
     settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
-    what = "the run has diverged, val/loss is" if changes else "the model after update 1 holds NaN"
-    with refused(what):
+    with refused("val/loss is|holds NaN"):
         run(tiny("run", **settings))
     assert not (tmp_path / "run/model.safetensors").exists()
     assert status(tmp_path / "run")["state"] == "failed"

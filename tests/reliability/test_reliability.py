@@ -1,11 +1,10 @@
 """Fault injection: kills, full disks, damaged files and bad gradients.
 
-`make test-reliability` sets `RELIABILITY=long` and tries each fault many times; `make test` tries it a few times.
+`make test-reliability` sets `RELIABILITY=long` and tries each fault many times.
 """
 
 import math
 import random
-import re
 import shutil
 import signal
 import time
@@ -39,9 +38,8 @@ from launching import ROOT, python
 import gpt2_accel.lifecycle as lifecycle
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
-from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.shards import read_manifest, verify_data
-from gpt2_accel.runtime.files import digest, remove
+from gpt2_accel.runtime.files import digest
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
@@ -136,9 +134,7 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
     assert number > 1
 
 
-def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
-    tiny, tmp_path, small_disk, capsys, monkeypatch, before_update
-):
+def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_disk, capsys):
     disk = small_disk(4)
     settings = {"save_every": 2, "resume_from": "latest"}
     whole = run(tiny("whole", **settings))
@@ -150,39 +146,26 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(
         run(config)
     said = "".join(capsys.readouterr())
     for step in (4, 8):  # the run tries the last one again
-        reason = f"checkpoint-{step} could not be written: {disk}/run/checkpoint-{step}: "
-        assert said.count(f": {reason}") == 1 and "continues" not in said
+        assert said.count(f": checkpoint-{step} could not be written: {disk}/run/") == 1
     [checkpoint] = list_checkpoints(disk / "run")
     assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
     assert not list((disk / "run").glob(".checkpoint*"))
     assert status(disk / "run")["state"] == "failed"
     assert last_step(disk / "run") == 8  # training continued after the failed write
-    save = CheckpointWriter.save
-    monkeypatch.setattr(
-        CheckpointWriter, "save", lambda self, *args: save(self, *args) or self.join()
-    )
-    before_update(lambda step: step == 4 and (disk / "filler").unlink())
-    for newest, failed in ((2, ["checkpoint-4"]), (6, [])):
-        resumed = run(config)
-        said = "".join(capsys.readouterr())
-        assert f"resumed from {disk}/run/checkpoint-{newest}\n" in said
-        assert re.findall(r"(checkpoint-.) could not be written", said) == failed
-        assert losses(resumed) == losses(whole)
-        assert weights(disk / "run") == weights(tmp_path / "whole")
-        for path in (disk / "run/model.safetensors", disk / "run/checkpoint-8"):
-            remove(path)
+    (disk / "filler").unlink()
+    assert losses(run(config)) == losses(whole)
+    assert weights(disk / "run") == weights(tmp_path / "whole")
 
 
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
     disk, left = small_disk(4), 0
+    honest = lifecycle.wait_for_checkpoint
 
-    def fill(_):
-        reported = honest(_)
-        free = shutil.disk_usage(disk).free
-        (disk / "filler").write_bytes(bytes(free - left))
+    def fill(run):
+        reported = honest(run)
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
         return reported
 
-    honest = lifecycle.wait_for_checkpoint
     monkeypatch.setattr(lifecycle, "wait_for_checkpoint", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
     failed, complete = 0, False
@@ -207,13 +190,12 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     whole = run(tiny("run", **settings))
     newest = tmp_path / "run/checkpoint-8"
     assert find_corruption(newest) is None
-    shutil.copytree(tmp_path / "run/checkpoint-4", tmp_path / "copy")
     for path in sorted(p for p in newest.rglob("*") if p.is_file()):
         content = path.read_bytes()
-        positions = range(0, len(content), max(1, len(content) // times(5, 400)))
-        for number, position in enumerate([*positions, len(content) - 1]):
+        step = max(1, len(content) // times(5, 400))
+        for position in [*range(0, len(content), step), len(content) - 1]:
             broken = bytearray(content)
-            broken[position] ^= 1 << (number % 8)
+            broken[position] ^= 1 << (position % 8)
             path.write_bytes(broken)
             assert find_corruption(newest), (path, position)
         for length in (0, len(content) // 2, len(content) - 2):
@@ -233,16 +215,15 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     (newest / "model.safetensors").write_bytes(b"")
     one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
     run(tiny("run", **one))
-    assert find_corruption(tmp_path / "run/checkpoint-6") is None
-    shutil.rmtree(tmp_path / "run/checkpoint-6")
-    shutil.copytree(tmp_path / "copy", tmp_path / "run/checkpoint-4")
+    [left] = list_checkpoints(tmp_path / "run")
+    assert left.name == "checkpoint-6" and find_corruption(left) is None
+    (left / "config.json").write_text("{}")
     with refused("all checkpoints in .* are damaged"):
-        (tmp_path / "run/checkpoint-4/config.json").write_text("{}")
         run(tiny("run", **settings))
 
 
 def poison(monkeypatch, bad, finite=()):
-    """Makes the gradients of the updates in `bad` NaN, and their losses but those of the updates in `finite`."""
+    """Makes gradients and losses of the updates in `bad` NaN; losses in `finite` stay."""
     honest = train_module.accumulate_gradients
 
     def accumulate(run, first, sequences):
@@ -258,35 +239,25 @@ def poison(monkeypatch, bad, finite=()):
 
 
 def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch):
-    settings = {"max_steps": 12, "save_every": 6}
-    settings |= {"resume_from": "latest", "lr_schedule": "constant"}
+    settings = {"max_steps": 12, "resume_from": "latest", "lr_schedule": "constant"}
     with monkeypatch.context() as patch:
         poison(patch, {3, 4}, finite={4})
-        history = run(tiny("some", **settings))
-    skipped = [entry for entry in history if "skipped" in entry]
-    saved = [path.name for path in list_checkpoints(tmp_path / "some")]
-    assert saved == ["checkpoint-6", "checkpoint-12"]
-    assert [entry["step"] for entry in skipped] == [4, 5]
-    assert [entry["skipped"] for entry in skipped] == [
-        "the loss is nan",
-        "the gradient norm is nan",
-    ]
-    assert len(skipped[0]["samples"]) == 4
-    assert all(entry["train/loss"] < 6 for entry in history if "skipped" not in entry)
+        history = run(tiny("some", save_every=6, **settings))
+    skipped = {line["step"]: line["skipped"] for line in history if "skipped" in line}
+    assert skipped == {4: "the loss is nan", 5: "the gradient norm is nan"}
+    assert len(history[3]["samples"]) == 4
+    assert all(line["train/loss"] < 6 for line in history if "skipped" not in line)
     assert status(tmp_path / "some")["state"] == "finished"
 
-    before = run(tiny("before", **{**settings, "max_steps": 7}))
-    settings["save_every"] = 1
+    before = run(tiny("before", **settings | {"max_steps": 7}))
+    config = tiny("many", save_every=1, **settings)
     with monkeypatch.context() as patch:
         poison(patch, range(7, 99))
         with refused(r"5 updates in a row were skipped.*resume from checkpoint-7"):
-            run(tiny("many", **settings))
+            run(config)
     assert status(tmp_path / "many")["state"] == "failed"
-    saved = tmp_path / "many/checkpoint-7/model.safetensors"
-    assert digest(saved) == weights(tmp_path / "before")
-    assert len(metrics(tmp_path / "many")) == 12
-    # Once the cause is gone, a resume continues from there, not from between the bad updates.
-    assert find_checkpoint("latest", tmp_path / "many").name == "checkpoint-7"
-    assert (tmp_path / "many/latest").resolve().name == "checkpoint-7"
-    resumed = run(tiny("many", **settings))
+    # A resume continues from before the bad updates.
+    newest = find_checkpoint("latest", tmp_path / "many")
+    assert newest.name == "checkpoint-7" and weights(newest) == weights(tmp_path / "before")
+    resumed = run(config)
     assert losses(resumed)[:7] == losses(before) and len(resumed) == 12

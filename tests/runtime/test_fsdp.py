@@ -29,14 +29,17 @@ BY_BLOCK = ("--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation"
 
 @pytest.fixture(scope="module")
 def trained(data_dir, tmp_path_factory):
-    """A function that trains two updates of 16 micro-batches each on two processes. It returns the lines of
-    metrics.jsonl and AdamW's first moment after the first update, a tenth of its gradient."""
+    """A function that trains two updates of 16 micro-batches on two processes.
+
+    It returns the lines of metrics.jsonl and AdamW's first moment after the first update, which is
+    a tenth of the gradient.
+    """
     folder = tmp_path_factory.mktemp("fsdp")
 
-    def train(name, config, script, *flags, **changes):
+    def train(name, config, script, *flags):
         settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 2}
         settings |= {"warmup_steps": 0, "learning_rate": 1e-3, "save_every": 1, "eval_every": 2}
-        run_config = tiny_config(data_dir, folder / name, **settings, **changes)
+        run_config = tiny_config(data_dir, folder / name, **settings)
         launch(*flags, script, *as_flags(run_config), processes=2, config=config, **CHUNKS)
         state = load_file(folder / name / "checkpoint-1/training_state/optimizer.safetensors")
         gradient = {key: value for key, value in state.items() if key.endswith("/exp_avg")}
@@ -92,7 +95,6 @@ def test_compiled_blocks_give_the_losses_of_eager_ones(trained):
         assert losses(by_block) == pytest.approx(losses(eager), abs=2e-3)
 
 
-RANKS = 8
 SHAPE = {"vocab_size": 257, "n_positions": 20, "n_layer": 3, "n_head": 2, "n_embd": 24}
 GPT2 = GPTConfig(**SHAPE)
 NANOCHAT = NanochatConfig(**SHAPE, n_kv_head=2, head_dim=12, n_inner=96)
@@ -100,18 +102,18 @@ NANOCHAT = NanochatConfig(**SHAPE, n_kv_head=2, head_dim=12, n_inner=96)
 
 @pytest.fixture
 def sharded(monkeypatch):
-    """A function that prepares a model for a rank of the launch of eight GPUs with FSDP2, on the CPU. The other ranks do not
-    exist: collectives of torch's fake process group return at once."""
+    """A function that prepares a model with FSDP2 for rank 0 of eight, on the CPU.
 
-    def build(config, rank):
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    The other ranks do not exist: collectives of torch's fake process group return at once.
+    """
+
+    def build(config):
         reset_accelerate()
-        flags = launch_flags(*EAGER, "", processes=RANKS, config="8xa100_fsdp2")
+        flags = launch_flags(*EAGER, "", processes=8, config="8xa100_fsdp2")
         _, environments = launched(*flags)
-        for name, value in environments[rank].items():
+        for name, value in environments[0].items():
             monkeypatch.setenv(name, value)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         allow_fsdp_on_cpus()
         accelerator = build_accelerator()
         model = config.build()
@@ -125,8 +127,10 @@ def sharded(monkeypatch):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of each kind since the last `begin`. torch's `CommDebugMode` fails for a module that a forward
-    calls twice, as nanochat calls its norm."""
+    """Counts the collectives of each kind since the last `begin`.
+
+    torch's `CommDebugMode` fails for a module that a forward calls twice, as nanochat's norm.
+    """
 
     def __init__(self):
         super().__init__()
@@ -142,7 +146,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(accelerator, model, micro_batches):
-    """Makes the micro-batches of one update as `train` does; returns the number of collectives of each, by kind."""
+    """Makes the micro-batches of one update; returns the collectives of each, by kind."""
     ids = torch.zeros(2, SHAPE["n_positions"], dtype=torch.int64)
     batches = [Batch(ids, ids, divisor=micro_batches)] * micro_batches
     loader = SimpleNamespace(
@@ -165,35 +169,15 @@ def collectives(accelerator, model, micro_batches):
 # nanochat's final norm has no weights.
 @pytest.mark.parametrize(("config", "others"), [(GPT2, 2), (NANOCHAT, 1)])
 def test_only_the_last_micro_batch_reduces_gradients(sharded, config, others):
-    """A unit is gathered and reduced as one: a block, and the `others`, the root and the final norm. Only blocks are gathered
-    again for the backward pass."""
-    accelerator, model, optimizer = sharded(config, rank=0)
+    """Each block is gathered and reduced as one, and so are the `others`: root and final norm.
+
+    Only blocks are gathered again for the backward pass.
+    """
+    accelerator, model, optimizer = sharded(config)
     units = config.n_layer + others
     gathers = {"allgather_base": units + config.n_layer}
     last = gathers | {"reduce_scatter_base": units}
     assert collectives(accelerator, model, 4) == [gathers, gathers, gathers, last]
-    # An update changes nothing of that.
     optimizer.step()
     optimizer.zero_grad()
     assert collectives(accelerator, model, 2) == [gathers, last]
-
-
-def test_the_ranks_hold_equal_shares_of_rows(sharded):
-    """Weights, gradients and AdamW's moments are fp32 shards of rows. The last ranks hold fewer of 20 positions."""
-    sizes = {name: p.shape for name, p in GPT2.build().named_parameters()}
-    held = Counter()
-    for rank in range(RANKS):
-        accelerator, model, optimizer = sharded(GPT2, rank)
-        collectives(accelerator, model, 1)
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            state = optimizer.state[parameter]
-            share = -(-sizes[name][0] // RANKS)
-            rows = min(share, max(0, sizes[name][0] - rank * share))
-            for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
-                assert tensor.shape == sizes[name]
-                local = tensor.to_local()
-                assert local.shape == (rows, *sizes[name][1:])
-                assert local.dtype == torch.float32
-            held[name] += rows
-    assert held == {name: size[0] for name, size in sizes.items()}

@@ -35,7 +35,7 @@ def started(launcher, *arguments, **variables):
 
 
 def send_to_all(launcher, number):
-    """Sends a signal as Slurm does: to the launcher, which passes it on, and to each of its descendants."""
+    """Sends a signal as Slurm does: to the launcher, which forwards it, and to its descendants."""
     for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
         process.send_signal(number)
 
@@ -94,18 +94,3 @@ def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
         for trainer in alive:
             trainer.kill()
         assert not alive, library
-
-
-@long
-def test_torchrun_does_not_restart_a_run_that_a_signal_to_its_process_stopped(tiny, tmp_path):
-    config = tiny("run", max_steps=10**5, lr_schedule="constant")
-    flags = ("--standalone", "--max_restarts", 1)
-    launcher = started("torch.distributed.run", *flags, SCRIPT, *as_flags(config))
-    try:
-        wait_for(lambda: len(metrics(tmp_path / "run")) >= 5)
-        [trainer] = psutil.Process(launcher.pid).children()
-        trainer.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 0
-    finally:
-        launcher.kill()
-    assert status(tmp_path / "run")["state"] == "stopped"
