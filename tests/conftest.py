@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -69,13 +68,14 @@ def hellaswag_items(number: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
     items = []
     for i in range(number):
-        endings = [
-            f"{make_text(rng.randint(1, 3), 10 * i + j).strip()} {'é' * rng.randint(0, 16)}{j}"
-            for j in range(4)
-        ]
+        endings = []
+        for j in range(4):
+            text = make_text(rng.randint(1, 3), 10 * i + j).strip()
+            endings.append(f"{text} {'é' * rng.randint(0, 16)}{j}")
         context = make_text(rng.randint(1, 14), i)[:-2]
-        items.append({"ind": i, "activity_label": "Pets", "ctx": context, "endings": endings})
-        items[-1]["label"] = rng.choice((rng.randrange(4), str(rng.randrange(4))))
+        label = rng.choice((rng.randrange(4), str(rng.randrange(4))))
+        item = {"ind": i, "activity_label": "Pets", "ctx": context, "endings": endings}
+        items.append(item | {"label": label})
     return items
 
 
@@ -100,18 +100,12 @@ def chat_rows(number: int, seed: int = 0) -> list[dict]:
     return rows
 
 
-def save_base(folder: Path) -> None:
-    """Saves an untrained base model of bytes with 128 positions."""
-    shape = {"n_positions": 128, "n_layer": 2, "n_head": 2, "n_embd": 64}
-    save_pretrained(GPT(GPTConfig(257, **shape)), folder, byte_tokenizer())
-
-
 @pytest.fixture(scope="session")
 def chat_base(tmp_path_factory):
-    """The directory of an untrained base model. Tests must not change it."""
+    """The directory of an untrained model of bytes, 128 positions. Tests must not change it."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("chat") / "base"
-    save_base(folder)
+    save_pretrained(GPT(GPTConfig(257, 128, 2, 2, 64)), folder, byte_tokenizer())
     return folder
 
 
@@ -360,18 +354,18 @@ def peak_of(action, *arguments) -> int:
     """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
 
     def watch():
-        while not done:
+        while not done.wait(0.002):
             peaks.append(anonymous_memory())
-            time.sleep(0.002)
 
-    done, peaks, before = False, [], anonymous_memory()
+    done, peaks = threading.Event(), [anonymous_memory()]
     watcher = threading.Thread(target=watch)
     watcher.start()
-    result = action(*arguments)  # kept alive until the watcher has measured it
-    done = True
+    result = action(*arguments)
+    peaks.append(anonymous_memory())  # with the result
+    done.set()
     watcher.join()
     del result
-    return max(peaks) - before
+    return max(peaks) - peaks[0]
 
 
 @pytest.fixture(scope="session")

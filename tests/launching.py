@@ -43,7 +43,6 @@ def launch(
     processes: int = 1,
     config: str = "cpu",
     launcher: bool = False,
-    cwd: Path = ROOT,
     fails: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess:
@@ -56,7 +55,7 @@ def launch(
     if launcher:
         command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
         done = subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
         return ended(done, fails)
     return forked(*launched(flags, environment), fails=fails)

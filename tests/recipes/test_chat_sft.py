@@ -1,8 +1,6 @@
 """Fine-tuning on conversations: from a base model to one that answers, and resuming on the way."""
 
 import shutil
-import signal
-import time
 
 import pytest
 from conftest import (
@@ -14,10 +12,10 @@ from conftest import (
     run_recipe,
     write_lines,
 )
-from launching import Started, launch, python
+from launching import launch, python
 from transformers import pipeline
 
-from gpt2_accel.runtime.files import digest, read_json_lines
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
 RECIPE = "recipes/chat_sft.py"
@@ -101,22 +99,6 @@ def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_pa
     last = metrics(one)[-1]
     assert metrics(two)[-1]["val/loss"] == pytest.approx(last["val/loss"], abs=2e-5)
     assert "val/bits_per_byte" not in last
-
-
-def test_a_killed_run_of_two_processes_resumes_exactly(chat_data, tmp_path):
-    log = tmp_path / "log"
-    run = Started(RECIPE, *settings(chat_data, tmp_path / "a"), processes=2, log=log)
-    while not any((tmp_path / "a").glob("checkpoint-[2468]")):
-        assert run.poll() is None, log.read_text()
-        time.sleep(0.01)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-    assert len(metrics(tmp_path / "a")) < 12
-    for folder in ("a", "whole"):
-        launch(RECIPE, *settings(chat_data, tmp_path / folder), processes=2)
-    resumed, whole = (tmp_path / folder for folder in ("a", "whole"))
-    assert losses(metrics(resumed)) == losses(metrics(whole))
-    assert digest(resumed / "model.safetensors") == digest(whole / "model.safetensors")
 
 
 def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_base, tmp_path):
