@@ -1,5 +1,4 @@
-"""Tiny models: of the architectures in `models/`, and of families of `transformers` that the package has no module for, as a
-user's directories."""
+"""Tiny models: of the architectures in `models/`, and of other families of `transformers`."""
 
 from pathlib import Path
 
@@ -73,8 +72,11 @@ def save_family(kind: str, folder: Path, **changes: object) -> Path:
 
 
 def own_tokenizer(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
-    """Trains a tokenizer of the kind that a family's models have: of SentencePiece's kind with U+2581 for Gemma, else of
-    bytes; with a BOS that the tokenizer adds, an EOS and a padding token, or with an EOS only, as Qwen's and SmolLM3's."""
+    """Trains a tokenizer like those of a family: SentencePiece for Gemma, else byte-level BPE.
+
+    It has an EOS. Unless Qwen's, SmolLM3's or NeoX's, it also has a padding token and a BOS, which
+    it adds to a text.
+    """
     begins = kind not in ("qwen3_moe", "smollm3", "gpt_neox")
     special = ["<bos>", "<eos>", "<pad>"] if begins else ["<eos>"]
     roles = {f"{name.strip('<>')}_token": name for name in special}

@@ -126,7 +126,7 @@ def prepare_folder(folder: Path) -> None:
     (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")
 
 
-def test_the_tables_list_exactly_the_commands_of_the_documentation():
+def test_commands_txt_lists_exactly_the_documented_commands():
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = [command for path in files for command in commands_of(path.read_text())]
     assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}

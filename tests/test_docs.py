@@ -68,7 +68,7 @@ def test_workflows_and_forms_are_yaml_and_actions_are_pinned():
         ("evaluation", load_recipe("sample").Sample()),
     ],
 )
-def test_the_defaults_of_the_settings_are_those_of_the_code(page, defaults):
+def test_the_documented_defaults_equal_the_code(page, defaults):
     text = (ROOT / f"docs/{page}.md").read_text()
     rows = re.findall(r"^\| `--(\w+)` \| ([^|]*?) ?\| [^|]+ \|$", text, re.MULTILINE)
     assert len(rows) >= 4
@@ -94,7 +94,7 @@ def texts_of(source: str) -> set[str]:
     return found
 
 
-def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code():
+def test_the_errors_on_the_troubleshooting_page_exist_in_the_code():
     page = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
     there = set()

@@ -90,8 +90,8 @@ def test_settings_are_read_before_torch_is_imported():
 # and samples with the recipes' folder, which has an `evaluate.py`, first on the path.
 STEPS = """
 import sys
-HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo torch._inductor".split()
-HEAVY += "sympy accelerate transformers transformers.modeling_utils datasets evaluate".split()
+HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo".split()
+HEAVY += "torch._inductor sympy accelerate transformers transformers.modeling_utils datasets evaluate".split()
 HEAVY += "pyarrow pandas scipy sklearn matplotlib wandb tensorboard tiktoken".split()
 
 def loaded():

@@ -183,7 +183,7 @@ def in_order(pairs, rows):
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
-def test_twenty_updates_are_those_of_trl(pairs, start, loss_type, tmp_path):
+def test_twenty_updates_equal_trl(pairs, start, loss_type, tmp_path):
     trl = pytest.importorskip("trl")
     expected = by_trl(trl, start, in_order(pairs, pair_rows(60)), loss_type, tmp_path / "trl")
     assert len(expected) == 20 and expected[0]["loss"] == pytest.approx(math.log(2))
@@ -215,7 +215,7 @@ def log_probabilities(model, tokens):
     return logs.gather(1, ids[1:, None])[counted[1:]].sum().item()
 
 
-def test_the_validation_loss_is_that_of_the_held_out_pairs(pairs, start, tmp_path):
+def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, start, tmp_path):
     from transformers import AutoModelForCausalLM
 
     run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=pairs))
@@ -358,7 +358,7 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, sta
     assert contents(tmp_path / "run") == before
 
 
-def test_conversations_are_no_pairs_and_pairs_no_conversations(pairs, start, tmp_path):
+def test_chat_data_and_pairs_are_not_confused(pairs, start, tmp_path):
     file = write_lines(tmp_path / "chats.jsonl", chat_rows(24))
     chats = tmp_path / "chats"
     flags = ("chat", file, "--model", start, "--sequence_length", 128, "--data_dir", chats)

@@ -84,7 +84,7 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     assert encode(load_tokenizer(tmp_path), [text])[0] == ids
 
 
-def test_gpt2_ids_are_tiktokens(gpt2):
+def test_gpt2_ids_equal_tiktoken(gpt2):
     assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
     fast = token_encoder(gpt2)
     assert fast.__name__ == "fast"  # tiktoken
@@ -138,7 +138,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", [None, "GPT2Tokenizer", "Qwen2Tokenizer"])
 @pytest.mark.parametrize("parts", PARTS)
-def test_the_token_ids_are_those_of_tokenizer_json(parts, name, tmp_path):
+def test_token_ids_equal_tokenizer_json(parts, name, tmp_path):
     """`AutoTokenizer` replaces parts of some tokenizers by those of the named class."""
     bpe = changed(**PARTS[parts])
     bpe.add_tokens([AddedToken("it's", lstrip=True), AddedToken("four", single_word=True)])
@@ -229,7 +229,7 @@ SEPARATED = {
 
 
 @pytest.mark.parametrize("name", SEPARATED)
-def test_special_tokens_stand_between_documents_and_nowhere_else(name, tmp_path, monkeypatch):
+def test_special_tokens_separate_documents_and_nothing_else(name, tmp_path, monkeypatch):
     tokenizer, expected, before, ends = SEPARATED[name]
     monkeypatch.setattr(documents, "CHUNK", 3)  # "ab c" is read in two chunks
     data = tmp_path / "data"
@@ -290,7 +290,7 @@ def test_a_tokenizer_in_python_is_refused(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_code_in_a_tokenizer_s_directory_is_not_run_whatever_is_answered(tmp_path, monkeypatch):
+def test_code_in_a_tokenizer_directory_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: "y")
     byte_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
@@ -302,7 +302,7 @@ def test_code_in_a_tokenizer_s_directory_is_not_run_whatever_is_answered(tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_saving_a_model_whose_tokenizer_loads_otherwise_is_refused(tmp_path):
+def test_a_tokenizer_that_changes_when_loaded_is_not_saved(tmp_path):
     tokenizer = train_bpe([TEXT, PROBE], 400)
     tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
     with refused("GPT2Tokenizer"):

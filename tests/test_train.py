@@ -39,7 +39,7 @@ def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(
     assert last["val/bits_per_byte"] == pytest.approx(bits, abs=1e-5)
 
 
-def test_an_evaluation_is_without_dropout_and_training_goes_on_with_it(tiny):
+def test_evaluation_turns_dropout_off_and_training_turns_it_on(tiny):
     settings = {"learning_rate": 0.0, "max_steps": 2, "eval_every": 1, "eval_tokens": 512}
     plain, dropped = (run(tiny(str(rate), dropout=rate, **settings)) for rate in (0.0, 0.5))
     for one, other in zip(plain, dropped, strict=True):

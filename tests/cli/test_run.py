@@ -75,9 +75,7 @@ def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_pat
         ("cpu", True, ""),
     ],
 )
-def test_training_on_the_cpu_that_nobody_asked_for_is_printed(
-    config, gpu, words, monkeypatch, capsys
-):
+def test_unrequested_training_on_the_cpu_is_printed(config, gpu, words, monkeypatch, capsys):
     reset_accelerate()
     for module in (accelerator, cores):
         monkeypatch.setattr(module, "may_have_gpu", lambda: gpu)

@@ -51,7 +51,7 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     assert answer.ended and len(answer.ids) <= 200 - 160
 
 
-def test_refusals(tokenizer, chat_base):
+def test_unusable_conversations_are_refused(tokenizer, chat_base):
     model = build(256)
     long = "a" * 300
     for messages, message in [

@@ -95,7 +95,7 @@ def test_experts_on_two_processes_train_as_on_one(change, data_dir, tmp_path):
     assert losses(metrics(tmp_path / "two")) == pytest.approx(losses(one), abs=1e-5)
 
 
-def test_an_expert_without_tokens_hangs_and_fails_nothing(data_dir, tmp_path):
+def test_an_expert_without_tokens_does_not_hang(data_dir, tmp_path):
     """On one rank, or everywhere."""
     flags = as_flags(tiny_config(data_dir, tmp_path, micro_batch_size=2))
     launch("tests/changes_script.py", *flags, processes=2, CHANGE="moe", ROUTER="planted")

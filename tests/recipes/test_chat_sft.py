@@ -113,7 +113,7 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_
     assert (data / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_data_and_models_that_do_not_belong_together(chat_data, chat_base, tmp_path):
+def test_data_of_another_length_or_tokenizer_is_refused(chat_data, chat_base, tmp_path):
     flags = ("--output_dir", tmp_path / "run", "--data_dir")
     with refused("windows of 128 tokens, not 64"):
         run_recipe("chat_sft", *flags, chat_data, "--sequence_length", 64)

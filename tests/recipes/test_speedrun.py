@@ -29,7 +29,7 @@ def test_settings_follow_the_depth(depth):
     assert config.micro_batch_size == 16
 
 
-def test_what_is_given_wins():
+def test_given_settings_win_over_computed_ones():
     recipe = load_recipe("speedrun")
     config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
     recipe.follow_depth(config, 4096, 1)

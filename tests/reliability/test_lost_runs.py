@@ -252,7 +252,7 @@ def test_ranks_with_different_settings_are_refused(tiny):
 
 
 @pytest.mark.parametrize("split", ["train", pytest.param("val", marks=long)])
-def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
+def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_path):
     data = shutil.copytree(data_dir, tmp_path / "data")
     settings = {"max_steps": 10**5, "lr_schedule": "constant", "micro_batch_size": 2}
     settings |= {"eval_every": 10, "save_every": 10**6}
@@ -273,7 +273,7 @@ def test_a_truncated_shard_saves_and_says_so(split, data_dir, tmp_path):
     ("rate", "changes"),
     [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e39, {})],
 )
-def test_a_destroyed_model_is_not_a_result(tiny, rate, changes, tmp_path):
+def test_a_diverged_model_is_not_saved_as_the_result(tiny, rate, changes, tmp_path):
     settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
     with refused("val/loss is|holds NaN"):
         run(tiny("run", **settings))

@@ -70,7 +70,7 @@ def test_every_field_is_used_harmless_or_refused():
         ("parallelism_config_tp_size", 2),
     ],
 )
-def test_what_a_run_does_not_do_is_refused(field, value, tmp_path, monkeypatch):
+def test_unsupported_fields_are_refused(field, value, tmp_path, monkeypatch):
     """With the environment that the launcher computes from the file."""
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     path = written(tmp_path, **{field: value})
@@ -83,7 +83,7 @@ def test_what_a_run_does_not_do_is_refused(field, value, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM"])
-def test_engines_of_others_are_refused(name, monkeypatch):
+def test_deepspeed_and_megatron_are_refused(name, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with refused(f"has use_{name.lower()} true: use FSDP2"):
         build_accelerator()

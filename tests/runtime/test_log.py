@@ -61,7 +61,7 @@ def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_
     assert (found["state"], found["requeue"]) == ("failed", updates > 0)
 
 
-def test_the_figures_of_a_line_are_numbers_and_means_since_the_line_before(tmp_path, monkeypatch):
+def test_logged_figures_are_means_since_the_last_line(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     run = RunLog(tmp_path, 0, 2, lambda step: 100 * step, 500.0).__enter__()
@@ -76,9 +76,7 @@ def test_the_figures_of_a_line_are_numbers_and_means_since_the_line_before(tmp_p
     assert (last["train/own"], last["task/score"]) == (0.5, 0.5)
 
 
-def test_no_window_of_the_speed_counts_an_evaluation_a_sample_or_a_save(
-    tiny, tmp_path, monkeypatch
-):
+def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkeypatch):
     """An update of 128 tokens takes a second of a made-up clock."""
     now = [0.0]
 

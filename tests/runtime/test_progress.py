@@ -22,7 +22,7 @@ def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     assert parse_config(TrainConfig, [*again, "--max_steps", "3"]).epochs is None
 
 
-def test_no_long_task_is_silent_in_a_pipe(tiny, tmp_path, capsys, monkeypatch):
+def test_long_tasks_print_progress_in_a_pipe(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE", 0)
     text = tmp_path / "a.txt"
     text.write_text(make_text(2000, 0))
