@@ -173,18 +173,6 @@ def kind(tokens, adds=False, **roles):
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **roles)
 
 
-def wordpiece():
-    vocab = ["[UNK]", "[CLS]", "[SEP]", "ab", "c", "d"]
-    words = Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(vocab)}, unk_token="[UNK]")
-    )
-    words.pre_tokenizer, words.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    words.add_special_tokens(vocab[:3])
-    words.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **roles)
-
-
 def sentencepiece(*prefix):
     """A tokenizer like Gemma's, or like Llama 2's with a `Prepend`. "▁" has the id 4, "a" 5."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *"▁abcd,0"]
@@ -222,7 +210,6 @@ SEPARATED = {
         [258],
     ),
     "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256]),
-    "WordPiece": (wordpiece(), [3, 4, 5], [], []),
     "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], []),
     "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1]),
 }

@@ -35,24 +35,19 @@ TESTS = (
 
 def main() -> int:
     """Tests in both environments. Returns the exit code."""
-    pins = [f"{name}=={lower}" for name, lower in lower_bounds().items()]
+    text = (ROOT / "setup.cfg").read_text()
+    lowest = [re.search(rf"^ *{name}>=[\d.]+", text, re.MULTILINE)[0].strip() for name in PACKAGES]
+    pins = [requirement.replace(">=", "==") for requirement in lowest]
     codes = {"lowest": tested("lowest", pins), "newest": tested("newest", ["--upgrade", *PACKAGES])}
     print(f"exit codes of pytest: {codes}")
     return int(any(codes.values()))
 
 
-def lower_bounds() -> dict[str, str]:
-    """Returns the lowest release of each of `PACKAGES`, from setup.cfg."""
-    text = (ROOT / "setup.cfg").read_text()
-    return {name: re.search(rf"^ *{name}>=([\d.]+)", text, re.MULTILINE)[1] for name in PACKAGES}
-
-
 def tested(name: str, pins: list[str]) -> int:
     """Installs gpt2_accel with `pins` into the environment `name`; returns the tests' exit code."""
-    folder = ROOT / "build/versions" / name
-    python = folder / "bin/python"
+    python = ROOT / "build/versions" / name / "bin/python"
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        venv.create(python.parent.parent, with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     packages = ["--editable", ROOT, TORCH, "pytest", "hypothesis", *pins]
     subprocess.run([*pip, "install", "--quiet", *packages], check=True)
@@ -60,7 +55,7 @@ def tested(name: str, pins: list[str]) -> int:
     subprocess.run([*pip, "freeze", "--exclude-editable"], check=True)
     tests = [ROOT / "tests" / test for test in TESTS]
     # The editable install is of this checkout, whatever PYTHONPATH says.
-    environment = {**os.environ, "PYTHONPATH": ""}
+    environment = os.environ | {"PYTHONPATH": ""}
     return subprocess.run([python, "-m", "pytest", *tests], cwd=ROOT, env=environment).returncode
 
 

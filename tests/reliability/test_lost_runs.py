@@ -29,8 +29,6 @@ from gpt2_accel.runtime import log
 from gpt2_accel.runtime.files import lock_folder
 from gpt2_accel.runtime.signals import ECHO
 
-DIVERGING = str(ROOT / "tests/reliability/diverging_script.py")
-
 
 def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     settings = {"max_steps": 900, "save_every": 300}
@@ -90,8 +88,8 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
     def diverged(kill_at):
         folder = tmp_path / f"killed-{kill_at}"
         config = tiny(folder, max_steps=99, save_every=4, keep_last=1)
-        command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", DIVERGING, *as_flags(config))
-        return python(*command, fails=None)
+        command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", "tests/seams_script.py")
+        return python(*command, *as_flags(config), fails=None, CASE="diverges")
 
     for number in killed_before_each(diverged, times(30, 1), ends=1):
         saved = list_checkpoints(tmp_path / f"killed-{number}")
@@ -246,8 +244,8 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
 
 def test_ranks_with_different_settings_are_refused(tiny):
     flags = as_flags(tiny("run", micro_batch_size=2))
-    other = {"OTHER": "learning_rate 0.5"}
-    done = launch("tests/other_settings_script.py", *flags, processes=2, fails=True, **other)
+    other = {"OTHER": "--learning_rate 0.5"}
+    done = launch("tests/train_script.py", *flags, processes=2, fails=True, **other)
     assert "process 1 has the learning_rate 0.5, the main process 0.01" in done.stderr
 
 

@@ -12,7 +12,7 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     """Otherwise rank 0 would resume from update 8 and rank 1 start from 0."""
     changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
     config = tiny_config(data_dir, "run", **changes)
-    script, disks = "tests/local_disk_script.py", {"DISKS": str(tmp_path)}
+    script, disks = "tests/train_script.py", {"DISKS": str(tmp_path)}
     launch(script, *as_flags(config), processes=2, **disks)
     config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
     done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
