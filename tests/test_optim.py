@@ -90,7 +90,7 @@ def test_a_batch_ramp_counts_tokens():
     config.set_length(400 * 32)  # 600 sequences, 37.5 updates
     assert config.batch_schedule(1).updates > config.max_steps == 38
     config.ramp_start = 1
-    with refused("a multiple of the 2 processes"):
+    with refused("multiple of"):
         config.batch_schedule(2)
 
 

@@ -127,7 +127,8 @@ def test_the_model_reads_answered_messages():
 
     said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
     history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
-    history += [{"role": "user", "content": "g"}, {"role": "assistant", **escaped(HTML)}]
+    history.append({"role": "user", "content": escaped("g")["content"]})
+    history.append({"role": "assistant", **escaped(HTML)})
     found = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in found] == ["Be kind.", "b", "c", "g", HTML, "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
