@@ -21,7 +21,7 @@ from conftest import (
 )
 from launching import launch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.callbacks import Callback
@@ -379,6 +379,19 @@ def test_callbacks_are_called_in_order_and_resume(tiny, tmp_path):
     assert other.total.tolist() == [3.0, 3.0] and other.count == 4
     with refused("Recorder#2"):
         go(tiny("fewer", resume_from=checkpoint), callbacks=[Recorder()])
+
+
+@pytest.mark.parametrize(
+    ("seam", "words"),
+    [
+        ({"objective": 3}, "the objective is 3: give a function"),
+        ({"optimizer": lambda model, config: None}, "the optimizer function returns None"),
+        ({"callbacks": [TrainerCallback()]}, "on_epoch_begin"),
+    ],
+)
+def test_a_seam_of_the_wrong_type_is_refused(seam, words, tiny):
+    with refused(words):
+        go(tiny("run"), **seam)
 
 
 def test_requests_of_callbacks_are_kept(tiny, tmp_path):
