@@ -91,7 +91,8 @@ def test_settings_are_read_before_torch_is_imported():
 STEPS = """
 import sys
 HEAVY = "torch torch.distributed.tensor torch.distributed.fsdp torch._dynamo".split()
-HEAVY += "torch._inductor sympy accelerate transformers transformers.modeling_utils datasets evaluate".split()
+HEAVY += ["torch._inductor", "sympy", "accelerate", "transformers"]
+HEAVY += ["transformers.modeling_utils", "datasets", "evaluate"]
 HEAVY += "pyarrow pandas scipy sklearn matplotlib wandb tensorboard tiktoken".split()
 
 def loaded():

@@ -233,7 +233,7 @@ def changed(config, tokenizer):
 
 
 def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
-    """`transformers` refuses it from the first checkpoint on; it resumes, and its class opens it."""
+    """`transformers` refuses it from the first checkpoint on; its class resumes and opens it."""
     whole = go(tiny("whole", save_every=4), model=changed)
     checkpoint = tmp_path / "whole/checkpoint-4"
     for folder in (checkpoint, tmp_path / "whole"):
