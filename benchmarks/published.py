@@ -34,6 +34,10 @@ USUAL_DECAY = {"muon": 0.3, "adamw": 0.1}
 TEXTS = {"data/little_python": 75_426, "data/little_shakespeare": 77_858}
 TEXTS |= {"data/own_python": 243_393, "data/own_shakespeare": 274_527}
 
+# Of `equal_flops`: the architectures, and the rows of all their embeddings (4,096 tokens).
+NAMES = {"gpt2": "GPT-2", "qwen3": "Qwen3", "nanochat": "nanochat"}
+ROWS = {"gpt2": 4096 + 128, "qwen3": 4096, "nanochat": 2 * 4096}
+
 # Study -> its setting, and the names of the values, the baseline first.
 NANOGPT_LIST = {
     "clipping": ("max_grad_norm", {1.0: "clipped at norm 1", 0.0: "never clipped"}),
@@ -215,24 +219,24 @@ def optimizers(folder: Path) -> str:
             row += [plus_minus(adamw.loc[tokens]), plus_minus(muon.loc[tokens])]
             row.append(plus_minus(muon.loc[tokens] - adamw.loc[tokens], "+.4f"))
             rows.append(row)
-        needed = tokens_share(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
-        shares.append(f"{needed} on {corpus}")
+        needed = tokens_needed(adamw.iloc[-1], muon.to_numpy(), muon.index / adamw.index[-1])
+        shares.append(f"{plus_minus(needed, '.1%')} on {corpus}")
     return (
         f"{markdown(('corpus', 'tokens', 'AdamW', 'Muon', 'Muon - AdamW'), rows)}\n\n"
         f"Muon's tokens to AdamW's last loss, as a share of AdamW's: {', '.join(shares)}."
     )
 
 
-def tokens_share(goals: pd.Series, losses: np.ndarray, shares: pd.Index) -> str:
-    """Returns the share of tokens at which `losses` reach the `goals`, (seeds,), with its interval.
+def tokens_needed(goals: pd.Series, losses: np.ndarray, tokens: pd.Index) -> np.ndarray:
+    """Returns the tokens at which `losses` reach the `goals`, (seeds,).
 
-    `losses` are (budgets, seeds), the smallest budget first; `shares`, (budgets,), has the tokens
-    of each budget divided by those of the goals. Interpolates over the logarithm of the tokens.
+    `losses` are (budgets, seeds), the smallest budget first, and `tokens`, (budgets,), those of
+    each budget, or a share. Interpolates over the logarithm of the tokens; a goal that the
+    smallest budget exceeds needs at most its tokens.
     """
     lowest = np.minimum.accumulate(losses)
     both = zip(goals, lowest.T, strict=True)
-    logs = [np.interp(-goal, -own, np.log(shares)) for goal, own in both]
-    return plus_minus(np.exp(logs), ".1%")
+    return np.exp([np.interp(-goal, -own, np.log(tokens)) for goal, own in both])
 
 
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
@@ -257,6 +261,41 @@ def architectures(folder: Path) -> str:
             row += [plus_minus(most), change, f"{fewest.mean():.3f}"]
             before = most
     return markdown(heads, rows.values())
+
+
+def equal_flops(folder: Path) -> str:
+    """Returns the bits per byte of three architectures at equal FLOPs, and the tokens with which
+    each reaches those of the worst."""
+    rows = []
+    for corpus, name in CORPORA.items():
+        runs = read_runs(folder / f"cpu/equal_flops_{name}.csv").query("seed > 0")  # 0 tuned
+        for width, size in runs.groupby("n_embd"):
+            found = dict(list(size.groupby("architecture")))
+            bits = {key: bits_by_budget(found[key]) for key in NAMES}  # (budgets, seeds)
+            worst = max(NAMES, key=lambda key: bits[key].iloc[-1].mean())
+            goals = bits[worst].iloc[-1]
+            most = bits[worst].index[-1]
+            for key, shown in NAMES.items():
+                own = bits[key]
+                first = found[key].iloc[0]
+                outside = (first.parameters - ROWS[key] * width) / 1e6
+                tokens = tokens_needed(goals, own.to_numpy(), own.index)
+                share = plus_minus(tokens / most, ".0%")
+                if (own.iloc[0] < goals).any():
+                    share = f"at most {share}"
+                verdict = "the worst"
+                if key != worst:
+                    verdict = compare.judge(list(tokens - most))
+                row = [corpus, f"{outside:.2f}M", shown, f"{first.learning_rate:.3g}"]
+                row += [plus_minus(own.iloc[-1]), f"{tokens.mean() / 1e3:,.0f}k", share, verdict]
+                rows.append(row)
+    heads = ("corpus", "outside embeddings", "model", "rate", "bits per byte")
+    return markdown((*heads, "tokens to the worst's", "share", "verdict"), rows)
+
+
+def bits_by_budget(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the bits per byte by tokens, the fewest first, and seed."""
+    return runs.pivot(index="tokens", columns="seed", values="bits_per_byte").sort_index()
 
 
 def nanogpt_list(folder: Path) -> str:
@@ -286,4 +325,5 @@ STUDIES = {
     "epochs": epochs,
     "optimizers": optimizers,
     "architectures": architectures,
+    "equal_flops": equal_flops,
 }
