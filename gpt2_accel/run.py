@@ -262,7 +262,7 @@ class Run:
             update = self.step - 1
             first = self.schedule.first(update)
             samples = self.train_loader.samples(first, self.schedule.sequences(update))
-            self.log.skipped(problem, samples)
+            self.log.skipped(problem, samples.tolist())
         if self._unreported:
             self.report_save()
         self.call("on_step_end", skipped=problem is not None)

@@ -16,7 +16,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import load_recipe, make_text, write_lines
 from launching import ROOT, forked, free_port, launched
 
-from gpt2_accel.cli.command import run as run_program
+from gpt2_accel.cli.command import run_command as run_program
 from gpt2_accel.config import TrainConfig, parse_config
 
 ASSIGNMENT = re.compile(r"\w+=")

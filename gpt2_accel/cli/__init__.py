@@ -17,10 +17,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def run(main: Callable[[], object]) -> None:
     """Calls `main`. A user error ends the process with one sentence and exit code 1.
 
-    User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a script in the folder of
-    the recipe. Other errors are bugs and keep their traceback. Of torchrun's processes only the
-    first of a machine prints its sentence; the launcher's report has the error of any.
-    Ctrl-C ends with exit code 130, a run that a signal stopped with `signals.exit_code`.
+    User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
+    script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
+    torchrun only the first process of a machine prints its sentence; the launcher's report has the
+    error of any process. Ctrl-C ends with exit code 130, a run that a signal stopped with
+    `signals.exit_code`.
     """
     try:
         main()

@@ -1,7 +1,8 @@
-"""The console command `gpt2-accel`: runs recipes, launches training, prints shipped settings. Recipes, launch configs and
-settings by name, and the launch config that fits this machine.
+"""The console command `gpt2-accel`: runs recipes, launches training, prints shipped settings.
 
-The process is replaced by the recipe's, or by that of Accelerate's launcher: signals and exit codes are theirs.
+It finds recipes, launch configs and settings by name, and the launch config that fits this machine.
+The process is replaced by the recipe's, or by that of Accelerate's launcher: signals and exit codes
+are theirs.
 """
 
 import difflib
@@ -20,7 +21,7 @@ from gpt2_accel.runtime.recipe_command import COMMANDS, folder
 HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
 {commands}
-  launch CONFIG RECIPE    train with another launch config than the one that fits this machine, as in
+  launch CONFIG RECIPE    train with another launch config than the one that fits, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
                           gpt2-accel pretrain-124m --dry_run 8xa100 A100
@@ -30,18 +31,19 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
 CONFIG is a file or one of
   {configs}
-Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be a .py file. `config` also prints
+Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be a .py file.
+`config` also prints
   {settings}
 """
 
 
 def by_name(where: str, *suffixes: str) -> dict[str, Path]:
-    """Returns the files of a shipped folder by their names, written with hyphens and without suffix."""
+    """Returns the files of a shipped folder by their `command_name`."""
     paths = sorted(folder(where).iterdir())
-    return {plain_name(path): path for path in paths if path.suffix in suffixes}
+    return {command_name(path): path for path in paths if path.suffix in suffixes}
 
 
-def plain_name(path: Path) -> str:
+def command_name(path: Path) -> str:
     """Returns the name of a file with hyphens for underscores and without suffix."""
     return path.stem.replace("_", "-")
 
@@ -54,12 +56,14 @@ TRAINED = [name for name, path in RECIPES.items() if path.stem not in COMMANDS.v
 
 def main() -> None:
     """Runs the command line of `gpt2-accel`."""
-    cli.run(lambda: run(sys.argv[1:]))
+    cli.run(lambda: run_command(sys.argv[1:]))
 
 
-def run(words: list[str]) -> None:
+def run_command(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
-    command, *args = words or ["--help"]
+    if not words:
+        words = ["--help"]
+    command, *args = words
     if command in ("-h", "--help"):
         print(help_text(), end="")
     elif command == "--version":
@@ -75,7 +79,7 @@ def run(words: list[str]) -> None:
     elif is_recipe(command, TRAINED):
         launch(command, *args)
     else:
-        names = [*TRAINED, *COMMANDS, "launch", "config", "doctor"]
+        names = TRAINED + list(COMMANDS) + ["launch", "config", "doctor"]
         raise ValueError(unknown("command", command, names))
 
 
@@ -93,21 +97,24 @@ def help_text() -> str:
 
 
 def launch(*args: str) -> None:
-    """Starts `accelerate launch`. `args`: launch config, flags of the launcher, recipe, settings of the recipe.
+    """Starts `accelerate launch`.
 
-    A recipe without a launch config takes the one that fits this machine, and a line on stderr says which.
+    `args` are a launch config, flags of the launcher, a recipe and its settings. A recipe without a
+    launch config takes the one that fits this machine; a line on stderr names it.
     """
-    at = next((i for i, word in enumerate(args) if is_recipe(word, RECIPES)), None)
-    if at is None:
+    recipes = [i for i, word in enumerate(args) if is_recipe(word, RECIPES)]
+    if not recipes:
         raise ValueError(unknown("recipe in", " ".join(args), RECIPES))
-    recipe, options = find("recipe", args[at], RECIPES), args[at + 1 :]
-    if {"-h", "--help"} & {*options}:  # needs no launcher, which takes seconds
+    at = recipes[0]
+    recipe = find("recipe", args[at], RECIPES)
+    options = args[at + 1 :]
+    if "-h" in options or "--help" in options:  # needs no launcher, which takes seconds
         start(recipe, "--help")
         return
-    chosen = args[:at]
+    chosen = list(args[:at])
     if not chosen or chosen[0].startswith("-"):
-        chosen = (*fitting_launch(), *chosen)
-        line = f"gpt2-accel launch {shlex.join([*chosen, args[at]])}"
+        chosen = fitting_launch() + chosen
+        line = f"gpt2-accel launch {shlex.join(chosen)} {shlex.quote(args[at])}"
         print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
     config, *flags = chosen
     path = find("launch config", config, CONFIGS)
@@ -131,10 +138,12 @@ def print_config(*args: str) -> None:
 
 def start(*arguments: str | Path) -> None:
     """Replaces this process by Python with `arguments`."""
-    os.execv(sys.executable, [sys.executable, *map(str, arguments)])
+    command = [sys.executable]
+    command += map(str, arguments)
+    os.execv(sys.executable, command)
 
 
-def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
+def find(kind: str, name: str, shipped: dict[str, Path]) -> Path:
     """Returns the user's file of this name, or else the shipped one.
 
     Raises `ValueError` if there is neither.
@@ -142,21 +151,23 @@ def find(what: str, name: str, shipped: dict[str, Path]) -> Path:
     path = Path(name)
     if path.is_file():
         return path
-    if path.parent.name or plain_name(path) not in shipped:
-        raise ValueError(unknown(what, name, shipped))
-    return shipped[plain_name(path)]
+    if path.parent.name or command_name(path) not in shipped:
+        raise ValueError(unknown(kind, name, shipped))
+    return shipped[command_name(path)]
 
 
-def unknown(what: str, given: str, names: Iterable[str]) -> str:
-    """Returns the message about words that name nothing: the name that one of them is like, or all names."""
+def unknown(kind: str, given: str, names: Iterable[str]) -> str:
+    """Returns the message about words that name nothing, with a similar name or all names."""
     names = list(names)
-    close = [n for word in given.split() for n in difflib.get_close_matches(word, names, n=1)]
+    close: list[str] = []
+    for word in given.split():
+        close += difflib.get_close_matches(word, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
-    return f"there is no {what} {given!r}: {hint}"
+    return f"there is no {kind} {given!r}: {hint}"
 
 
 def fitting_launch() -> list[str]:
-    """Returns the name of the shipped launch config that fits this machine, and the launcher's flags that it needs."""
+    """Returns the launch config that fits this machine, and the launcher's flags that it needs."""
     if not may_have_gpu():
         return ["cpu"]
     from gpt2_accel.runtime.device import accelerator_count, has_bf16, launch_device
@@ -166,9 +177,9 @@ def fitting_launch() -> list[str]:
 
 
 def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
-    """Returns what `fitting_launch` returns, for `gpus` devices of a type such as `cuda`.
+    """Returns the launch config and flags for `gpus` devices of a type such as `cuda`.
 
-    A CPU gets `cpu` also if it has bf16 units: compiled bf16, which is faster, takes a minute to start.
+    A CPU with bf16 units also gets `cpu`: compiled bf16, which is faster, takes a minute to start.
     """
     if kind in ("cpu", "mps"):
         return [kind]
@@ -178,7 +189,7 @@ def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
 
 
 def doctor() -> None:
-    """Prints the versions, the machine, whether runs are compiled, and the launch config that fits."""
+    """Prints versions, machine, whether runs are compiled, and the launch config that fits."""
     from gpt2_accel.hf.model_card import installed_versions
     from gpt2_accel.runtime.device import (
         accelerator_count,
@@ -193,9 +204,9 @@ def doctor() -> None:
     bf16 = "with" if has_bf16(device) else "without"
     print(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
     print(f"{platform.platform()}, {usable_cpus()} CPU cores")
-    print(
-        f"{accelerator_count() or 1} x {device_name(device)}, {total_memory(device) / 1e9:.0f} GB, {bf16} bf16 units"
-    )
+    memory = total_memory(device) / 1e9
+    devices = f"{accelerator_count() or 1} x {device_name(device)}"
+    print(f"{devices}, {memory:.0f} GB, {bf16} bf16 units")
     if device.type == "cpu" and may_have_gpu():
         print(missing_gpu())
     print(f"compiled: {inductor_problem(device) or 'yes'}")

@@ -67,11 +67,10 @@ def _trl_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | 
 def answer_pieces(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
 ) -> list[dict[str, str]]:
-    """Returns the text of a conversation in the tokenizer's chat template, in pieces, as messages
-    for `PIECES`.
+    """Returns a conversation's text in the tokenizer's chat template, as messages for `PIECES`.
 
-    An answer is what the template adds to the prompt before it, up to where the turn ends. Raises
-    `ValueError` if the prompt or the turn is not a prefix of the conversation.
+    An answer is the text that the template adds to the prompt before it, up to the end of the turn.
+    Raises `ValueError` if the prompt or the turn is not a prefix of the conversation.
     """
 
     def text(count: int, prompt: bool = False) -> str:

@@ -2,7 +2,7 @@
 
 The tokens that the template marks as the assistant's count in the loss. Windows are packed by best
 fit over ordered lengths (best-fit decreasing, Ding et al., 2024, arXiv:2404.10830) and padded; a
-conversation is never divided. A pair of answers has a window of its own: the first half is the
+conversation is never divided. A pair of answers has its own window: the first half is the
 chosen conversation, the second half the rejected, both padded. A preparation holds all tokens in
 memory, 4 bytes each, and writes one shard per split.
 """
@@ -88,7 +88,7 @@ def prepare_conversations(
     for `cut` with `pairs`, and the errors of `encode_files` and `make_data`.
     """
     if pairs and cut:
-        raise ValueError("a pair that is cut may lose what its answers differ in: leave out --cut")
+        raise ValueError("a cut pair may lose the difference of its answers: leave out --cut")
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
     template = template_digest(tokenizer)

@@ -289,7 +289,7 @@ class TrainLoader(Loader):
         Raises `UnreadableData` at the end if a window could not be read.
         """
         size = sequences // self.world_size // self.micro_batches(sequences)
-        samples = self.order(first, sequences)
+        samples = self.samples(first, sequences)
         counted = np.full(sequences, self.sequence_length)  # what each window counts
         for i, stream in enumerate(self.streams):
             if stream.targets is not None:
@@ -301,11 +301,7 @@ class TrainLoader(Loader):
             yield self.read(samples[mine])._replace(divisor=divisor)
         self.end()
 
-    def samples(self, first: int, sequences: int) -> list[list[int]]:
-        """Returns the samples of an update over all ranks, each [data set, window]."""
-        return self.order(first, sequences).tolist()
-
-    def order(self, first: int, count: int) -> np.ndarray:
+    def samples(self, first: int, count: int) -> np.ndarray:
         """Returns the samples at `count` positions of the endless training order, from `first` on.
 
         (count, 2): numbers of the data set and the window. Each data set has its own epochs.

@@ -1,4 +1,4 @@
-"""Writes a folder that is a mixture of data folders, whose format is in `shards.py`."""
+"""Writes a folder that is a mixture of data folders; `shards.py` has the format."""
 
 import math
 import os

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from huggingface_hub import DatasetInfo
     from transformers import PreTrainedTokenizerBase
 
-TABLES = {".csv", ".tsv"}  # rows that are not read, and whose syntax is not text
+TABLES = {".csv", ".tsv"}  # rows that are not read; their syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # about
 SAMPLED_ROWS = 2000  # that decide how rows are held out
 SECONDS_TO_ANSWER = 8

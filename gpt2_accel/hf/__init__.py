@@ -11,10 +11,10 @@ class DifferentModel(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """How the files of `transformers` differ from an architecture in `models/`; the `CONVERSION` of
-    `hf/NAME.py`.
+    """The differences between `transformers`' files and an architecture in `models/`.
 
-    Tensors are named by the ends of their names in `models/`, without HF's `prefix`.
+    It is the `CONVERSION` in `hf/NAME.py`. Tensors are given by the ends of their names in
+    `models/`, without HF's `prefix`.
     """
 
     name: str  # in messages and model cards
@@ -22,12 +22,10 @@ class Conversion:
     prefix: str  # of all tensors but that of the head
     padded: tuple[str, ...]  # one row for each token
     transposed: tuple[str, ...] = ()  # HF's `Conv1D` stores the transpose of a Linear weight
-    biased: tuple[
-        str, ...
-    ] = ()  # weights that always have a bias in HF, zero if the model has none
+    biased: tuple[str, ...] = ()  # have a bias in HF, zero if the model has none
     ignored: tuple[str, ...] = ()  # buffers in old files
     fields: Mapping[str, str]  # HF's field of `config.json` -> the config's in `models/`
-    supported: Mapping[str, tuple]  # HF's option -> the values for which the models are equal
+    supported: Mapping[str, tuple]  # HF's option -> the values with equal models
     # (HF's values, dropout) -> the config's other fields. Raises `DifferentModel` if `models/`
     # computes another model.
     read: Callable[[Mapping[str, Any], float], dict[str, Any]]

@@ -1,5 +1,4 @@
-"""Opens and writes the directories of `models/any_model.py`: what `transformers` itself reads and
-writes."""
+"""Opens and writes the directories of `models/any_model.py`, by `transformers` itself."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -17,12 +16,11 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def any_config(values: Mapping[str, Any], note: str, attention: str | None = None) -> AnyConfig:
-    """Returns the shape that a `config.json` describes, for the class of `transformers`. `note` and
-    `attention` as in `AnyConfig`.
+def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> AnyConfig:
+    """Returns the shape in a `config.json`, for the class of `transformers`.
 
-    Raises `ValueError` if it is not a causal language model of text, is quantized, or needs remote
-    code.
+    `note` and `attention` as in `AnyConfig`. Raises `ValueError` if it is not a causal language
+    model of text, is quantized, or needs remote code.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -58,9 +56,10 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None = Non
 def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     """Loads the weights of a directory in fp32 on the CPU, in training mode.
 
-    Tensors that the class does not have are named in the shape's `note`. Raises `ValueError` for a
-    missing or misshapen tensor, which `transformers` would initialise at random, and for what
-    `transformers` cannot open."""
+    The shape's `note` names tensors that the class does not have. Raises `ValueError` for a missing
+    or misshapen tensor, which `transformers` would initialise at random, and if `transformers`
+    cannot open the directory.
+    """
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if shape.attention is not None:
         options["attn_implementation"] = shape.attention
@@ -83,8 +82,10 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
 
 
 def open_class(directory: Path, **options: Any) -> Any:
-    """Opens a directory with the class of `transformers`, in fp32. `options` are those of its
-    `from_pretrained`, which may return a pair."""
+    """Opens a directory with the class of `transformers`, in fp32.
+
+    `options` are those of its `from_pretrained`, which may return a pair.
+    """
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -117,12 +118,12 @@ def write_any(
     ends: list[int],
     generation: "GenerationConfig",
 ) -> None:
-    """Writes what `save_pretrained` of the class writes, or its adapter; of a model on the meta
-    device all but the weights.
+    """Writes the files of the class's `save_pretrained`, or the adapter.
 
-    `ids` are the tokenizer's special tokens, which the model's config keeps its own of, and `ends`
-    the tokens that end a text, which generation must end with. `generation` is for a model without
-    a generation config of its own."""
+    For a model on the meta device it writes all files but the weights. `ids` are the tokenizer's
+    special tokens, for those that the model's config does not have. `ends` are the tokens that end
+    a text, and must end generation. `generation` is for a model without its own generation config.
+    """
     if model.adapter:
         write_adapter(model, folder)
         return
@@ -134,7 +135,8 @@ def write_any(
             if getattr(target, name, None) is None:
                 setattr(target, name, value)
         known = target.eos_token_id
-        known = known if isinstance(known, list) else [known]
+        if not isinstance(known, list):
+            known = [known]
         if not set(ends) <= set(known):
             target.eos_token_id = ends[0] if len(ends) == 1 else ends
     if model.device.type != "meta":
@@ -147,7 +149,7 @@ def write_any(
 
 @torch.no_grad()
 def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
-    """Returns what `chat_template.with_rows` does, of a class of `transformers`."""
+    """Does what `chat_template.with_rows` does, for a class of `transformers`."""
     inner = model.inner
     size = max(model.config.vocab_size, tokens)
     if size > model.config.vocab_size:

@@ -1,9 +1,9 @@
-"""Makes a tokenizer and a model ready for chat: the chat template, its special tokens, and their rows.
+"""Prepares a tokenizer and a model for chat: the chat template, its special tokens, their rows.
 
-A model without a template gets ChatML, with which OpenAI's chat models began and which SmolLM2 and
-Qwen3 have. Its `{% generation %}` marks what the assistant writes, so that `transformers` and TRL
-know which tokens count in the loss. For a template without it see `chat_tokens.conversation_tokens`;
-the model is saved with its original template.
+A model without a template gets ChatML, the format of OpenAI's first chat models, SmolLM2 and Qwen3.
+Its `{% generation %}` marks the assistant's tokens, so that `transformers` and TRL know which
+tokens count in the loss. For a template without it see `chat_tokens.conversation_tokens`; the model
+is saved with its original template.
 """
 
 from dataclasses import replace
@@ -23,7 +23,9 @@ from gpt2_accel.models.any_model import AnyModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BEGIN_TURN, END_TURN, PADDING = "<|im_start|>", "<|im_end|>", "<|pad|>"
+BEGIN_TURN = "<|im_start|>"
+END_TURN = "<|im_end|>"
+PADDING = "<|pad|>"
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -44,12 +46,14 @@ TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "B
 
 
 def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of a model, an HF directory or Hub id, with a chat template: its own, else ChatML.
+    """Loads the tokenizer of a model, an HF directory or Hub id, with a chat template.
 
-    `chatml` takes ChatML also if there is one. `eos_token` is then the end of a turn, and `pad_token` another token. New
-    tokens come after the old ones, whose ids do not change.
+    It is the tokenizer's own template, or ChatML if there is none or with `chatml`. `eos_token` is
+    then the end of a turn, and `pad_token` another token. New tokens come after the old ones, whose
+    ids do not change.
 
-    Raises `ValueError` if the model's own template cannot be trained with, and the errors of `model_tokenizer`.
+    Raises `ValueError` if the own template is not suitable for training, and the errors of
+    `model_tokenizer`.
     """
     tokenizer = model_tokenizer(name)
     if chatml or tokenizer.chat_template is None:
@@ -59,15 +63,17 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     others = (tokenizer.pad_token, tokenizer.eos_token, PADDING)
     padding = next(token for token in others if token not in (None, end))
     tokenizer.add_tokens([padding], special_tokens=True)
-    tokenizer.eos_token, tokenizer.pad_token = end, padding
+    tokenizer.eos_token = end
+    tokenizer.pad_token = padding
     return tokenizer
 
 
 def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
-    """Returns the token that ends the assistant's turn: the last that the chat template marks, an added token.
+    """Returns the token that ends the assistant's turn: the last that the chat template marks.
 
-    Raises `ValueError` if the model `name` cannot be trained with the template. The conditions are those that TRL checks
-    before it trains on the assistant's tokens, and that it marks all answers.
+    It is an added token. Raises `ValueError` if the model `name` cannot be trained with the
+    template. The conditions are those of TRL for training on the assistant's tokens, and that the
+    template marks all answers.
     """
     try:
         # Two rows each: the ids of the tokens, and which of them count.
@@ -83,10 +89,10 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
     except Exception as error:  # of the template's author
         problem = f" ({error})"
     raise ValueError(
-        f"the chat template of {name} cannot be trained with{problem}: each answer has to end with a "
-        "special token, which {% generation %} marks with it, and to render alike if another turn "
-        "follows; pip install 'trl>=1.16' for the templates that TRL has corrected, or replace it by "
-        "ChatML with --chatml"
+        f"the chat template of {name} cannot be used for training{problem}: each answer has to "
+        "end with a special token, inside {% generation %}, and to render equally if another one "
+        "follows; pip install 'trl>=1.16' for the templates that TRL has corrected, or replace it "
+        "by ChatML with --chatml"
     )
 
 
@@ -97,11 +103,12 @@ def extends(tokenizer: "PreTrainedTokenizerBase", base: "PreTrainedTokenizerBase
 
 @torch.no_grad()
 def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
-    """Returns the model with a vocabulary of `tokens` tokens at least, of which it knows the first `known`.
+    """Returns the model with a vocabulary of at least `tokens` tokens; it knows the first `known`.
 
-    The rows of the others, in the embedding and in an untied head, are the mean of the known rows, so their logits are the
-    mean of the known logits (Hewitt, 2021, "Initializing New Word Embeddings for Pretrained Language Models"). They take
-    rows that pad the vocabulary, or that a published model has beyond its tokenizer, and only then make it larger.
+    The rows of the others, in the embedding and in an untied head, are the mean of the known rows,
+    so their logits are the mean of the known logits (Hewitt, 2021, "Initializing New Word
+    Embeddings for Pretrained Language Models"). They take rows that pad the vocabulary, or that a
+    published model has beyond its tokenizer. The vocabulary grows if these are too few.
     """
     if isinstance(model, AnyModel):
         return with_rows_of_class(model, known, tokens)

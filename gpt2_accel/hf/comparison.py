@@ -1,8 +1,7 @@
-"""Compares the trained module with what `transformers` computes from its directory, and saves it in
-the form that fits.
+"""Compares the trained module with the class of `transformers`, and saves it in the right form.
 
-A model that differs, or whose tensors `transformers` does not have, is saved under the `model_type`
-of `convert.CUSTOM`, which `transformers` refuses in place of loading another model.
+A model that differs, or with tensors that `transformers` does not have, is saved under the
+`model_type` of `convert.CUSTOM`: `transformers` refuses it and does not load another model.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +32,8 @@ LIMIT = 1e-4  # of the logits' standard deviation; rounding in fp32 is about 3e-
 class ModelFiles:
     """Writes the directories of a run's model, and decides on their form.
 
-    `custom` is why `transformers` cannot open the model, empty if it can. `compared` says that its
-    logits were compared.
+    `custom` is the reason why `transformers` cannot open the model, empty if it can. `compared`:
+    its logits were compared.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -49,10 +48,11 @@ class ModelFiles:
         training: Training | None = None,
         name: str | None = None,
     ) -> None:
-        """Writes the directory of a model in host memory. Compares the logits the first time, and
-        before if the tensors already tell.
+        """Writes the directory of a model in host memory.
 
-        Raises the errors of `save_pretrained`."""
+        The first time it compares the tensors' names and shapes, writes the directory, and compares
+        the logits. Raises the errors of `save_pretrained`.
+        """
         if isinstance(model, AnyModel):
             self.compared = True  # it is a class of transformers
         if not (self.custom or self.compared):
@@ -77,10 +77,10 @@ class ModelFiles:
 
 
 def unknown_tensors(model: LanguageModel) -> str:
-    """Returns why `transformers` has no model with these tensors; empty if the names and shapes are
-    those of its model.
+    """Returns why `transformers` has no model with these tensors.
 
-    Takes no memory for weights."""
+    Empty if the names and shapes are those of its model. Takes no memory for weights.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -94,9 +94,11 @@ def unknown_tensors(model: LanguageModel) -> str:
 
 @torch.no_grad()
 def difference(model: LanguageModel, directory: Path) -> float:
-    """Returns the largest difference between the logits of a model on the CPU and those that
-    `transformers` computes from its directory, in units of their standard deviation. Both compute
-    in fp32. The document mask is left out: it is a setting of training."""
+    """Returns the largest difference between the logits of a model and of its directory.
+
+    The unit is the logits' standard deviation. The model is on the CPU, `transformers` opens the
+    directory, and both compute in fp32. The document mask, a setting of training, is left out.
+    """
     theirs = open_class(directory).eval()  # in fp32: for bf16 it would change the default dtype
     config = model.config
     generator = torch.Generator().manual_seed(0)

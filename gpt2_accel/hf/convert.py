@@ -57,17 +57,16 @@ def save_pretrained(
     name: str | None = None,
     custom: str = "",
 ) -> None:
-    """Writes an HF model directory: weights, config, generation config, model card, tokenizer if
-    given.
+    """Writes an HF model directory: weights, config, generation config, card, tokenizer if given.
 
-    A model that `transformers` does not have is written under its own names; `custom` says why, for
-    the card. Of a model on the meta device all but the weights is written.
+    A model that `transformers` does not have is written under its own names; `custom` is the
+    reason, for the card. For a model on the meta device all files but the weights are written.
 
-    `training` is what the card says of how the model was made, `name` what it calls the model, by
-    default the directory. The files have the dtype of the weights. Each file is replaced whole, so
-    a directory that is in use never holds half a file. It takes no second copy of the weights in
-    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, and that
-    of `save_tokenizer`.
+    `training` is the card's section about the training, `name` the model's name in it, by default
+    the directory. The files have the dtype of the weights. Each file is replaced atomically, so a
+    directory in use never holds an incomplete file. There is no second copy of the weights in
+    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, and the
+    errors of `save_tokenizer`.
     """
     from transformers import GenerationConfig
 
@@ -76,36 +75,38 @@ def save_pretrained(
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
-    # A bare pipeline call asks for 256 new tokens, and fails where the positions end before.
+    # A bare pipeline call asks for 256 new tokens, and fails if there are fewer positions.
     generation = GenerationConfig(
         max_new_tokens=max(1, min(256, config.n_positions // 2)),
         do_sample=True,
         top_k=min(50, config.vocab_size),
-        **{"pad_token_id": ids["eos_token_id"], **ids},
+        **({"pad_token_id": ids["eos_token_id"]} | ids),
     )
     if len(ends) > 1:
         generation.eos_token_id = ends
+    kind = class_name(type(model))
+    adapter = ""
     with atomic_files(directory) as folder:
         if isinstance(model, AnyModel):
             write_any(model, folder, ids, ends, generation)
-        elif model.device.type != "meta":
-            if custom:  # its buffers have any dtype
-                save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
-            else:
-                write_safetensors(folder / WEIGHTS, to_hf(model))
-        if not isinstance(model, AnyModel):
+            if model.adapter:
+                adapter = opening_lines(model)
+        else:
             generation.save_pretrained(folder)
             if not custom:
                 hf_config(config, ids, model.dtype).save_pretrained(folder)
-        chat = tokenizer is not None and bool(tokenizer.chat_template)
+            if model.device.type != "meta" and custom:  # its buffers have any dtype
+                save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
+            elif model.device.type != "meta":
+                write_safetensors(folder / WEIGHTS, to_hf(model))
         card = model_card(
             name or str(directory),
             describe(config),
             training,
             CUSTOM if custom else config.architecture,
-            chat=chat,
-            adapter=opening_lines(model) if isinstance(model, AnyModel) and model.adapter else "",
-            custom=custom and f"{custom}. Its class is `{class_name(type(model))}`",
+            chat=tokenizer is not None and bool(tokenizer.chat_template),
+            adapter=adapter,
+            custom=f"{custom}. Its class is `{kind}`" if custom else "",
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
@@ -114,23 +115,26 @@ def save_pretrained(
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
         if custom:  # after the tokenizer, which AutoTokenizer would load with a warning
-            own = {"model_type": CUSTOM, "class": class_name(type(model)), "config": asdict(config)}
+            own = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
             write_json(folder / "config.json", own | ids)
-        Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the files replaced now
+        Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the replaced files
     for old in Path(directory).glob("model*.safetensors*"):
-        if old.name != WEIGHTS:  # shards of what was there before, and their index
+        if old.name != WEIGHTS:  # the shards of an earlier model, and their index
             old.unlink()
 
 
 def special_ids(
     tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
 ) -> dict[str, int | None]:
-    """Returns the special tokens of a `config.json`; OpenAI's vocabulary has its end of a text also
-    without a tokenizer."""
+    """Returns the special tokens of a `config.json`.
+
+    Without a tokenizer, OpenAI's vocabulary still has its end of a text.
+    """
     if tokenizer is None:
         end = GPT2_VOCAB_SIZE - 1 if vocab_size == GPT2_VOCAB_SIZE else None
         return {"bos_token_id": end, "eos_token_id": end}
-    begin, end = (next(iter(ids), None) for ids in (text_start(tokenizer), text_ends(tokenizer)))
+    begin = next(iter(text_start(tokenizer)), None)
+    end = next(iter(text_ends(tokenizer)), None)
     padding = tokenizer.pad_token_id
     ids = {"bos_token_id": begin, "eos_token_id": end}
     if padding not in (None, end):
@@ -178,18 +182,18 @@ def from_pretrained(
     reason: str | None = None,
     merge: bool = True,
 ) -> LanguageModel:
-    """Loads a causal language model, in fp32 on CPU, in training mode: the module in `models/` if
-    it computes the same, else the class of `transformers`.
+    """Loads a causal language model, in fp32 on the CPU, in training mode.
 
+    Returns the module in `models/` if it computes the same, else the class of `transformers`.
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training
     setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
-    needs its class, see `load_class`. `attention`, an `attn_implementation`, takes the class of
-    `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened with its
-    base model, and merged with it unless `merge` is False.
+    needs its `model_class`, see `load_class`. `attention`, an `attn_implementation`, selects the
+    class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened
+    with its base model, and merged into it unless `merge` is False.
 
-    Raises `FileNotFoundError` if there is no such directory or Hub repo, `ValueError` if
-    `transformers` has no such model of text, or if it is damaged; the message names the file or
-    tensor. Files are never run as code.
+    Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
+    is damaged or `transformers` has no such text model; the message names the file or tensor. Files
+    are never run as code.
     """
     directory = local_directory(name)
     if model_class is not None:
@@ -212,8 +216,10 @@ def from_pretrained(
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:
-    """Loads the weights of a directory into a model on the CPU. Raises `ValueError` if they are not
-    those of such a model."""
+    """Loads the weights of a directory into a model on the CPU.
+
+    Raises `ValueError` if they are not those of such a model.
+    """
     tensors = read_tensors(weight_files(directory))
     custom = is_custom(directory)
     saved = read_custom(directory, type(model)) if custom else asdict(read_config(directory))
@@ -254,8 +260,10 @@ def load_class(name: str) -> type[LanguageModel]:
 
 
 def config_values(directory: Path) -> dict[str, Any]:
-    """Returns the fields of a `config.json`. Raises `FileNotFoundError` if there is none,
-    `ValueError` if it is damaged."""
+    """Returns the fields of a `config.json`.
+
+    Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
@@ -271,9 +279,11 @@ def is_custom(directory: Path) -> bool:
 
 
 def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
-    """Returns the fields of the config of a model that `transformers` does not have. Raises
-    `ValueError` if the directory holds one of another class than `kind`. What the file names is not
-    imported."""
+    """Returns the config's fields of a model that `transformers` does not have.
+
+    Raises `ValueError` if the directory holds a model of another class than `kind`. The class in
+    the file is not imported.
+    """
     values = config_values(directory)
     if values.get("model_type") != CUSTOM:
         raise ValueError(f"{directory} holds a model of transformers: leave out --model_class")
@@ -284,16 +294,15 @@ def read_custom(directory: Path, kind: type[LanguageModel]) -> dict[str, Any]:
 
 
 def local_directory(name: str | Path, patterns: Sequence[str] = hub.MODEL_FILES) -> Path:
-    """Returns `name` if it is a directory, else the local copy of that Hub repository, with the
-    files of `patterns`."""
+    """Returns the directory `name`, or the local copy of a Hub repository's files of `patterns`."""
     return Path(name) if Path(name).is_dir() else hub.download(str(name), patterns)
 
 
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of a model, an HF directory or Hub id, after checking that the model can
-    be trained.
+    """Loads the tokenizer of a model, an HF directory or Hub id, if the model can be trained.
 
-    Raises the errors of `read_config`, `weight_files` and `load_tokenizer`."""
+    Raises the errors of `read_config`, `weight_files` and `load_tokenizer`.
+    """
     directory = local_directory(name)
     read_config(directory)
     weight_files(directory)
@@ -306,16 +315,20 @@ def read_config(
     attention: str | None = None,
     reason: str | None = None,
 ) -> ModelConfig:
-    """Reads the shape in the `config.json` of a directory or Hub repository: that of a module in
-    `models/` if it computes the same, else an `AnyConfig`. `attention` and `reason` as in
-    `from_pretrained`. An adapter has the shape of its base model. Raises `ValueError` for what
-    cannot be trained, see `any_config`."""
+    """Reads the shape in the `config.json` of a directory or Hub repository.
+
+    Returns the config of a module in `models/` if that computes the same, else an `AnyConfig`.
+    `attention` and `reason` as in `from_pretrained`. An adapter has the shape of its base model.
+    Raises `ValueError` for a model that cannot be trained, see `any_config`.
+    """
     directory = local_directory(name, ("config.json", ADAPTER))
     if is_adapter(directory):
         return read_config(base_of(directory), attention=attention, reason=LORA)
     values = config_values(directory)
     try:
-        note = reason or (attention and f"--attn_implementation {attention}")
+        note = reason
+        if attention and not note:
+            note = f"--attn_implementation {attention}"
         if not note:
             found = _own_config(values, dropout)
             if isinstance(found, ModelConfig):
@@ -329,8 +342,7 @@ def read_config(
 
 
 def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
-    """Converts what a `config.json` holds; returns a reason if no module in `models/` computes the
-    same."""
+    """Converts the values of a `config.json`; returns a reason if `models/` has no equal module."""
     from transformers import CONFIG_MAPPING
 
     model_type = values.get("model_type")
@@ -345,7 +357,7 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
     if model_type not in ARCHITECTURES:
         return f"models/ has no {model_type}"
     table = conversion(model_type)
-    # HF's class checks types, reads old spellings and adds what the file leaves out.
+    # HF's class checks types, reads old spellings and adds missing fields.
     config = CONFIG_MAPPING[model_type].from_dict(dict(values))
     channels = config.hidden_size // (config.num_attention_heads or 1)
     values = {"bias": True, "head_dim": channels} | config.to_dict()
@@ -360,11 +372,13 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
 
 
 def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Returns the shape of a new model that a `TrainConfig` describes, by `architecture`: a name,
-    or the directory or Hub id of a model. Raises `ValueError` for settings that the architecture
-    does not have."""
+    """Returns the shape of a new model by the `architecture` of the settings.
+
+    That is a name in `ARCHITECTURES`, or the directory or Hub id of a model. Raises `ValueError`
+    for settings that the architecture does not have.
+    """
     name = settings.architecture
-    if name in (None, *ARCHITECTURES):
+    if name is None or name in ARCHITECTURES:
         if settings.attn_implementation:
             raise ValueError(
                 "--attn_implementation is for a class of transformers: name a model by "
@@ -376,7 +390,7 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
         asked = getattr(settings, size) if size in settings.given else None
         if asked not in (None, getattr(type(settings), size), getattr(shape, size, None)):
             raise ValueError(
-                f"--{size} {asked} is not what the config.json of {name} says: leave it out, or "
+                f"--{size} {asked} differs from the config.json of {name}: leave it out, or "
                 "change the file"
             )
     if isinstance(shape, AnyConfig):

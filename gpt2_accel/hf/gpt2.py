@@ -17,15 +17,14 @@ SAME_NAMES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "bias"
 
 
 def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    """Returns the fields that `Conversion.fields` cannot give."""
+    """Returns the config's fields that are not in `Conversion.fields`."""
     if values["n_inner"] not in (None, 4 * values["n_embd"]):
         raise DifferentModel(f"its n_inner is {values['n_inner']}, not 4 * n_embd")
     return {"gelu": ACTIVATIONS[values["activation_function"]], "dropout": dropout}
 
 
 def write(config: GPTConfig) -> dict[str, Any]:
-    """Returns HF's fields that `Conversion.fields` cannot give. Readers outside transformers need
-    `n_ctx`."""
+    """Returns HF's other fields. Programs other than transformers need `n_ctx`."""
     return {
         "n_ctx": config.n_positions,
         "activation_function": next(hf for hf, own in ACTIVATIONS.items() if own == config.gelu),

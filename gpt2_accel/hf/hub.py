@@ -1,5 +1,6 @@
-"""The Hugging Face Hub: downloads model directories, and uploads them; `callbacks.Pushes` does so
-during a run.
+"""The Hugging Face Hub: downloads and uploads model directories.
+
+`callbacks.Pushes` uploads during a run.
 
 A repository's root is a model directory. With the strategy `checkpoint` its folder
 `last-checkpoint/` is a checkpoint for `--resume_from USER/NAME`. The Hub client finds the access
@@ -17,7 +18,7 @@ from pathlib import Path
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.runtime.files import first_line, write_file
 
-# The functions that reach the Hub import its client: it takes a fifth of a second, and most runs do
+# The functions that use the Hub import its client: that takes a fifth of a second, and most runs do
 # not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
@@ -54,12 +55,11 @@ REPLACED = {
 PAUSES = (1.0, 2.0, 4.0)
 
 
-def download(name: str, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached; returns
-    the local folder.
+def download(name: str, patterns: Sequence[str]) -> Path:
+    """Downloads a Hub repository, `USER/NAME` or `USER/NAME@REVISION`, unless it is cached.
 
-    Only files whose paths match one of `patterns` are downloaded. Raises `FileNotFoundError` if the
-    repository does not exist or cannot be reached.
+    Only files that match one of `patterns` are downloaded. Returns the local folder. Raises
+    `FileNotFoundError` if the repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -82,8 +82,10 @@ def is_repo_id(name: str) -> bool:
 
 
 def check_push(repo_id: str) -> None:
-    """Raises `ValueError` if `repo_id` is not the name of a repository, with its user, or the Hub
-    client finds no access token. It does not ask the Hub whether the token is valid."""
+    """Raises `ValueError` if `repo_id` is not `USER/NAME` or the Hub client finds no access token.
+
+    It does not ask the Hub whether the token is valid.
+    """
     from huggingface_hub import get_token
 
     if "@" in repo_id or not is_repo_id(repo_id):
@@ -95,8 +97,8 @@ def check_push(repo_id: str) -> None:
         )
 
 
-def push_model(directory: Path, repo_id: str, *, private: bool = True) -> str:
-    """Uploads a model directory and returns the repository's URL. Raises `OSError` if that fails."""
+def push_model(directory: Path, repo_id: str, *, private: bool) -> str:
+    """Uploads a model directory; returns the repository's URL. Raises `OSError` if that fails."""
     with tempfile.TemporaryDirectory() as scratch:
         stage(directory, Path(scratch), repo_id)
         return push(Path(scratch), repo_id, private=private)

@@ -1,6 +1,6 @@
 """Prepared data on the Hub: push, pull, and training on it by `--data_dir hub:USER/NAME`.
 
-A repository is a data set that holds what `data/shards.py` describes, X.
+A repository is a data set in the format of `data/shards.py`.
 """
 
 import shutil
@@ -26,16 +26,17 @@ Token shards of gpt2_accel.
 - Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
 - Training split: {manifest[splits][train][tokens]:,} tokens
 
-Train on it by `--data_dir hub:{repo_id}`, or download it by `prepare_data.py pull {repo_id} --data_dir FOLDER`.
+Train on it by `--data_dir hub:{repo_id}`, or download it by
+`prepare_data.py pull {repo_id} --data_dir FOLDER`.
 """
 
 
 def open_hub(data_dir: str | Path) -> None:
-    """Downloads data on the Hub, `hub:USER/NAME` or `hub:USER/NAME@REVISION`, into `folder_of(data_dir)`; does nothing for a
-    folder.
+    """Downloads data on the Hub, `hub:USER/NAME[@REVISION]`, into `folder_of(data_dir)`.
 
-    What is there is not downloaded again, so that a run that resumes reads the same commit. One process of a machine
-    downloads, the others wait. Raises the errors of `pull_data`.
+    Does nothing for a folder. Existing data is not downloaded again, so that a run that resumes
+    reads the same commit. One process of a machine downloads, the others wait. Raises the errors of
+    `pull_data`.
     """
     if not str(data_dir).startswith(HUB):
         return
@@ -46,25 +47,15 @@ def open_hub(data_dir: str | Path) -> None:
             pull_data(str(data_dir).removeprefix(HUB), folder)
 
 
-def download(repo_id: str, commit: str, folder: Path) -> None:
-    """Downloads a data set on the Hub into a folder. Raises `OSError`."""
+def pull_data(name: str, data_dir: str | Path) -> dict:
+    """Downloads prepared data, `USER/NAME` or `USER/NAME@REVISION`, into the new folder `data_dir`.
+
+    Prints the size first. A download that was interrupted continues. Returns the manifest. Raises
+    `OSError` if the Hub has no such data or cannot be reached, `ValueError` if it is not prepared
+    data, and the errors of `verify_data`.
+    """
     from huggingface_hub import snapshot_download
 
-    try:
-        snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=folder)
-    except Exception as error:  # the HTTP client's errors differ between its versions
-        raise OSError(
-            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command again, it continues"
-        ) from error
-    shutil.rmtree(folder / ".cache", ignore_errors=True)
-
-
-def pull_data(name: str, data_dir: str | Path) -> dict:
-    """Downloads prepared data, `USER/NAME` or `USER/NAME@REVISION`, into the new folder `data_dir`; returns its manifest.
-
-    Prints the size first. A download that was interrupted continues. Raises `OSError` if the Hub has no such data or cannot
-    be reached, `ValueError` if it is no prepared data, and the errors of `verify_data`.
-    """
     data_dir = Path(data_dir)
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
@@ -72,27 +63,35 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
     files = found.siblings or []
     if not any(file.rfilename.endswith((DATA_MANIFEST, ".bin", ".ds")) for file in files):
         raise ValueError(
-            f"{repo_id} holds no prepared data, since {DATA_MANIFEST} is missing: prepare its text by prepare_data.py hf"
+            f"{repo_id} holds no prepared data, since {DATA_MANIFEST} is missing: prepare its text "
+            "by prepare_data.py hf"
         )
     size = sum(file.size or 0 for file in files)
     print(f"{repo_id}: {len(files):,} files, {readable_size(size)}", flush=True)
     commit = str(found.sha)
     work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
-    download(repo_id, commit, work)
+    try:
+        snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=work)
+    except Exception as error:  # the HTTP client's errors differ between its versions
+        raise OSError(
+            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command "
+            "again, it continues"
+        ) from error
+    shutil.rmtree(work / ".cache", ignore_errors=True)
     verify_data(work)
     work.rename(data_dir)
     return read_manifest(data_dir)
 
 
 def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> str:
-    """Uploads a data folder, with a data set card in its `README.md` unless there is one; returns the repository's URL.
+    """Uploads a data folder, with a data set card in its `README.md` unless there is one.
 
-    First checks the shards. Other trainers' token files have no manifest and get none.
-
-    Raises `ValueError` if the folder holds no prepared data, if a shard is damaged or if there is
-    no login, `OSError` if the upload fails.
+    First checks the shards. Other trainers' token files have no manifest and get none. Returns the
+    repository's URL. Raises `ValueError` if the folder holds no prepared data, if a shard is
+    damaged or if there is no login, `OSError` if the upload fails.
     """
-    data_dir, manifest = Path(data_dir), read_manifest(data_dir)
+    data_dir = Path(data_dir)
+    manifest = read_manifest(data_dir)
     check_push(repo_id)
     if "mixture" in manifest:
         raise ValueError(f"{data_dir} is a mixture: push the folders that it mixes")

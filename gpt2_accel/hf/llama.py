@@ -1,4 +1,4 @@
-"""Hugging Face's Llama and `models/llama.py`, whose tensors are the same."""
+"""Hugging Face's Llama and `models/llama.py`, with the same tensors."""
 
 from collections.abc import Mapping
 from typing import Any

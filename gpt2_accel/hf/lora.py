@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpt2_accel.config import TrainConfig
 
 NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it by --init_from"
-# The begin of the names of experts' parameters without an adapter.
+# Experts' parameters whose names begin so get no adapter.
 ROUTERS = ("gate.", "router.")
 
 
@@ -43,11 +43,11 @@ def base_of(directory: Path) -> str:
 
 
 def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base: str) -> None:
-    """Adds a new adapter to the linear layers and experts, without head and routers; only it is
-    trained from now on.
+    """Adds a new adapter to the linear layers and experts, without head and routers.
 
-    `rows` are new tokens, whose rows of the embedding and the head are trained too. `base` is the
-    model as `base_of` returns it. Raises the errors of peft."""
+    From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
+    and the head. `base` is the model as `base_of` returns it. Raises the errors of peft.
+    """
     peft = peft_library()
     inner = model.inner
     ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
@@ -61,9 +61,8 @@ def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base
         trainable_token_indices=trained if rows else None,
         task_type="CAUSAL_LM",
     )
-    peft.get_peft_model(
-        skeleton(model).inner, config
-    )  # it names the layers, and experts' parameters
+    # Adds the names of the layers and of the experts' parameters to the config.
+    peft.get_peft_model(skeleton(model).inner, config)
     parameters = config.target_parameters or ()
     config.target_parameters = [n for n in parameters if not n.startswith(ROUTERS)] or None
     model.adapter = (peft.get_peft_model(inner, config),)
@@ -80,15 +79,14 @@ def load_lora(model: AnyModel, directory: Path) -> None:
 def describe_lora(model: AnyModel) -> str:
     """Returns a line with the layers that have an adapter, and the number of its parameters."""
     config = model.adapter[0].peft_config["default"]
-    layers = [*config.target_modules, *(config.target_parameters or ())]
+    layers = list(config.target_modules) + list(config.target_parameters or ())
     names = sorted({name.split(".")[-1] for name in layers})
     trained, total = model.adapter[0].get_nb_trainable_parameters()
     return f"LoRA of rank {config.r} on {', '.join(names)}: {trained:,} of {total:,} parameters"
 
 
 def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
-    """Converts a model to the `dtype` of the settings, with LoRA only the parameters that are not
-    trained."""
+    """Converts a model to the `dtype` of the settings; with LoRA, not the trained parameters."""
     dtype = getattr(torch, settings.dtype)
     for parameter in model.parameters():
         if not (settings.lora and parameter.requires_grad):
@@ -96,14 +94,16 @@ def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
 
 
 def merged(model: AnyModel) -> AnyModel:
-    """Adds the adapter to the weights, in fp32, and returns the model without it. The given model
-    cannot be used afterwards."""
+    """Adds the adapter to the weights, in fp32, and returns the model without it.
+
+    The given model cannot be used afterwards.
+    """
     inner = model.adapter[0].float().merge_and_unload()
     return AnyModel(model.config, inner.requires_grad_())
 
 
 def write_adapter(model: AnyModel, folder: Path) -> None:
-    """Writes the adapter's directory; of a model on the meta device nothing."""
+    """Writes the adapter's directory; nothing for a model on the meta device."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         # The embedding of a larger vocabulary is not part of it.
         model.adapter[0].save_pretrained(folder, save_embedding_layers=False)

@@ -1,5 +1,4 @@
-"""Charts of metrics, drawn with matplotlib: the picture of a model card, and those of reports and
-studies."""
+"""Charts of metrics, drawn with matplotlib, for model cards, reports and studies."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours (2008), which colour-blind readers tell apart, those that show on black
-# and white.
+# Okabe and Ito's colours (2008), which colour-blind readers can tell apart; those that are visible
+# on black and on white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK = "#202124"
 FAINT = "#d5d7db"
@@ -52,8 +51,7 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
 def values(
     lines: Iterable[Mapping], name: str, key: str, unit: float = 1
 ) -> tuple[list[float], list[float]]:
-    """Returns (x, y): a metric's finite values in the lines of `metrics.jsonl`, over the newest
-    `key` times `unit`."""
+    """Returns (x, y): a metric's finite values in `metrics.jsonl`, the latest `key` · `unit`."""
     xs = []
     ys = []
     amount = None
@@ -67,14 +65,16 @@ def values(
 
 
 def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
-    """Draws curves, with a marker at each of few points. The vertical axis leaves out what is
-    higher in the first twentieth of a curve than in the rest of it."""
+    """Draws curves, with markers if there are few points.
+
+    The vertical axis leaves out values in the first twentieth of a curve that are above the rest.
+    """
     figure, ax = new_figure(title, WIDTH, 2.2)
     bottom = []
     top = []
     for x, y, style in curves:
         marker = "o" if len(x) <= 60 else None
-        ax.plot(x, y, **{"marker": marker, "markersize": 3, **style})
+        ax.plot(x, y, **({"marker": marker, "markersize": 3} | dict(style)))
         bottom += y
         top += y[len(y) // 20 :]
     if top:
@@ -117,7 +117,8 @@ def save_png(figure: "Figure", path: str | Path) -> None:
 
 def short_number(value: float, scientific: bool = False) -> str:
     """Formats a number such as 1.5B, 10M, 300k, 20, or with `scientific` 1.5e9."""
-    for size, letter in () if scientific else ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{letter}"
+    if not scientific:
+        for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+            if abs(value) >= size:
+                return f"{value / size:.4g}{letter}"
     return f"{value:.4g}".replace("e+", "e")

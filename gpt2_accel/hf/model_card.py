@@ -41,7 +41,8 @@ from transformers import pipeline
 
 name = {{ name | tojson }}
 {% if chat -%}
-print(pipeline("text-generation", model=name)([{"role": "user", "content": "Hi"}])[0]["generated_text"][-1])
+print(pipeline("text-generation", model=name)([{"role": "user", "content": "Hi"}])\
+[0]["generated_text"][-1])
 {%- else -%}
 print(pipeline("text-generation", model=name)("Hi")[0]["generated_text"])
 {%- endif %}
@@ -59,7 +60,8 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 
 - Data: {{ data }}
 - Tokens seen: {{ "{:,}".format(training.tokens) }}
-- Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{ "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
+- Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{
+    "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
 - Versions: {{ versions }}
 {% if training.results %}
 ## Results
@@ -98,30 +100,32 @@ class Training:
 def model_card(
     name: str,
     description: str,
-    training: Training | None = None,
-    model_type: str = "gpt2",
+    training: Training | None,
+    model_type: str,
     *,
-    chat: bool = False,
-    custom: str = "",
-    adapter: str = "",
+    chat: bool,
+    custom: str,
+    adapter: str,
 ) -> str:
-    """Returns the `README.md` of a model directory: the Hub's metadata, then text and a code
-    example.
+    """Returns the `README.md` of a model directory: metadata for the Hub, text, a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words,
-    `model_type` that of its config. With `chat` its tokenizer has a chat template. `custom` is why
-    `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute paths in the
-    training data and the settings are shortened to their last part.
+    `model_type` that of its config. `chat`: its tokenizer has a chat template. `custom` is the
+    reason why `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute
+    paths in the training data and the settings are shortened to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     settings = training.settings if training else {}
     base = str(settings.get("init_from") or "")
     on_the_hub = base and not (Path(base).is_absolute() or Path(base).exists())
+    tags = [model_type, "gpt2_accel"]
+    if chat:
+        tags.append("chat")
     metadata = ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=[model_type, "gpt2_accel", *(["chat"] if chat else [])],
+        tags=tags,
         base_model=base.partition("@")[0] if on_the_hub else None,
     )
     card = ModelCard.from_template(
@@ -142,8 +146,7 @@ def model_card(
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """Replaces the folder's name in the title and the code of this package's card by the
-    repository's."""
+    """Replaces the folder's name in the title and the code of a card by the repository's."""
     code = re.search('^name = "(.*)"$', text, re.MULTILINE)
     title = f"\n# {code[1].rpartition('/')[2]}\n" if code else ""
     if not code or title not in text:  # not a card of this package
@@ -158,7 +161,7 @@ def without_folders(text: str) -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python and `PACKAGES`, `(from source)` of what is not installed."""
+    """Returns the versions of Python and `PACKAGES`; `(from source)` if one is not installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Hugging Face's NanoChat and `models/nanochat.py`, whose tensors are the same."""
+"""Hugging Face's NanoChat and `models/nanochat.py`, with the same tensors."""
 
 from dataclasses import replace
 

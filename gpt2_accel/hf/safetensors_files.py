@@ -18,12 +18,12 @@ SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors of one of `SAFETENSORS_DTYPES`, one at a time; the file equals that of
-    `safetensors.torch.save_file` to the byte.
+    """Writes tensors of `SAFETENSORS_DTYPES`, one at a time.
 
-    The library needs all tensors contiguous in host memory at once. For GPT-2's transposed views
-    and padded embedding that is a second copy: it took 1.08 times the 124M's size in further
-    memory, this function 0.02 times. Format: https://huggingface.co/docs/safetensors.
+    The file equals that of `safetensors.torch.save_file` to the byte. That function needs all
+    tensors contiguous in host memory at once, for GPT-2's transposed views and padded embedding a
+    second copy: it took 1.08 times the 124M's size in additional memory, this function 0.02 times.
+    Format: https://huggingface.co/docs/safetensors.
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -50,11 +50,11 @@ def is_adapter(directory: Path) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files of a model directory that `transformers` takes: one file of
-    safetensors, or without it the shards that an index lists; of an adapter's directory its own.
+    """Returns the weight files of a model directory that `transformers` takes.
 
-    Raises `FileNotFoundError` if one of them is missing, `ValueError` for a damaged index and for
-    an adapter beside a model, which `transformers` would add to the weights.
+    One file of safetensors, or without it the shards that an index lists; the adapter's file in an
+    adapter's directory. Raises `FileNotFoundError` if one of them is missing, `ValueError` for a
+    damaged index and for an adapter beside a model, which `transformers` would add to the weights.
     """
     if is_adapter(directory):
         return [directory / "adapter_model.safetensors"]
@@ -75,7 +75,7 @@ def weight_files(directory: Path) -> list[Path]:
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} is missing: give the directory of a whole model with safetensors, which "
+                f"{path} is missing: give the directory of a model with all its safetensors, which "
                 "save_pretrained of transformers writes"
             )
     return files

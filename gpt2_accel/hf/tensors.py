@@ -24,8 +24,7 @@ def conversion(architecture: str) -> Conversion:
 
 
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Returns the weights under HF's names and shapes, as views where possible, so not all are
-    contiguous."""
+    """Returns the weights under HF's names and shapes, as views if possible: not all contiguous."""
     state = model.state_dict()
     if isinstance(model, AnyModel):
         return {name.removeprefix("inner."): tensor for name, tensor in state.items()}
@@ -50,7 +49,8 @@ def from_hf(
 ) -> LanguageModel:
     """Returns a model of this config with HF's weights, in fp32 on the CPU, in its own memory.
 
-    Arguments and errors are those of `load_hf`."""
+    Arguments and errors are those of `load_hf`.
+    """
     with torch.device("meta"):
         model = config.build()
     found = fitting(model, tensors, source)  # before memory is taken for a wrong config
@@ -80,7 +80,7 @@ def fitting(
     wrong = (needed - found.keys()) | unknown
     if wrong:
         raise ValueError(
-            f"{source} and its config are not of one model: only one of them has {min(wrong)}"
+            f"{source} and its config are of different models: only one of them has {min(wrong)}"
         )
     for key, tensor in found.items():
         shape = own[key].shape if key in own else tensor.shape
@@ -114,8 +114,8 @@ def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], s
         raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
 
 
-def check_finite(model: LanguageModel, source: str | Path = "the model") -> None:
-    """Raises `ValueError` if a weight is NaN or infinite. `source` names the model in the message."""
+def check_finite(model: LanguageModel, source: str | Path) -> None:
+    """Raises `ValueError` if a weight of the model, called `source`, is NaN or infinite."""
     for key, tensor in to_hf(model).items():
         if not tensor.isfinite().all():
             raise ValueError(

@@ -13,7 +13,7 @@ def may_have_gpu() -> bool:
 
 
 def missing_gpu() -> str:
-    """Returns why torch has no GPU here, and what helps."""
+    """Returns why torch has no GPU here, and how to fix it."""
     if may_have_gpu():
         return (
             "torch cannot use the GPU: install a build for its driver, see "

@@ -2,8 +2,8 @@
 
 A reader sees the old content or the new, never a part. Files are written under a hidden temporary
 name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The name is
-unique, so two processes can write the same file. The process in the name identifies what a killed
-process left behind (`remove_leftovers`).
+unique, so two processes can write the same file. The process id in the name identifies leftovers of
+killed processes (`remove_leftovers`).
 """
 
 import hashlib

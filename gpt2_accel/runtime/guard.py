@@ -34,7 +34,7 @@ class AnomalyGuard:
     overflows_in_a_row: int = 0
 
     def check(self, loss: float, grad_norm: float, *, scaled: bool = False) -> str | None:
-        """Returns what is wrong with an update; None if it is good.
+        """Returns the problem with an update; None if it is good.
 
         `scaled` means that the fp16 gradient scaler is in use. To find its scale, it skips updates
         with a non-finite gradient norm itself. Such an update is bad only after `MAX_OVERFLOWS` of
@@ -58,7 +58,7 @@ class AnomalyGuard:
         return None
 
     def problem(self, name: str, value: float) -> str | None:
-        """Returns what is wrong with a value; None if it is good."""
+        """Returns the problem with a value; None if it is good."""
         if not math.isfinite(value):
             return f"the {name} is {value}"
         recent = self.recent.get(name, [])

@@ -13,17 +13,15 @@ import yaml
 
 from gpt2_accel.runtime.files import sentence
 
-# Names in nanoGPT and Hugging Face's Trainer -> ours, where the spelling does not show it.
+# Names in nanoGPT and Hugging Face's Trainer -> ours, if the spelling is not close.
 OTHER_NAMES = {
     "lr": "learning_rate",
-    "max_iters": "max_steps",
     "batch_size": "micro_batch_size",
     "gradient_accumulation_steps": "total_batch_size",
     "grad_clip": "max_grad_norm",
     "block_size": "sequence_length",
     "gradient_checkpointing": "checkpoint_activations",
     "model": "init_from",
-    "out_dir": "output_dir",
     "dataset": "data_dir",
     "fp16": "dtype",
     "num_train_epochs": "epochs",
@@ -181,8 +179,7 @@ def convert(path: str, name: str, value: Any, hint: Any) -> Any:
         return [parse(str(item)) for item in value] if several else parse(str(value))
     except (ValueError, argparse.ArgumentTypeError) as error:
         expected = str(getattr(hint, "__name__", hint)).replace("|", "or")
-        what = f"{name} is {reprlib.repr(value)}, expected {expected}"
-        raise ValueError(f"{path}: {what}") from error
+        raise ValueError(f"{path}: {name} is {reprlib.repr(value)}, expected {expected}") from error
 
 
 def load_yaml(path: str, option: str) -> dict:

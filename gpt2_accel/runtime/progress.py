@@ -19,14 +19,14 @@ class Progress(tqdm):
     `total` is None if unknown. `options` are those of `tqdm`. Shows nothing if `shown` is False.
     """
 
-    def __init__(self, what: str, total: float | None, *, shown: bool = True, **options: Any):
+    def __init__(self, title: str, total: float | None, *, shown: bool = True, **options: Any):
         shape: dict[str, Any] = {"leave": False}
         if sys.stderr.isatty():
             shape |= {"delay": DELAY, "dynamic_ncols": True}
         else:
             shape |= {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
             shape |= {"file": Lines(), "bar_format": LINE}
-        super().__init__(desc=what, total=total, disable=not shown, **(shape | options))
+        super().__init__(desc=title, total=total, disable=not shown, **(shape | options))
 
 
 class Lines:
@@ -39,6 +39,8 @@ class Lines:
             print(line, file=sys.stderr, flush=True)
 
 
-def progress(items: Iterable[Item], what: str, total: int, *, shown: bool = True) -> Iterable[Item]:
+def progress(
+    items: Iterable[Item], title: str, total: int, *, shown: bool = True
+) -> Iterable[Item]:
     """Yields the items, `total` of them, and shows how many are done."""
-    return Progress(what, total, shown=shown, iterable=items)
+    return Progress(title, total, shown=shown, iterable=items)

@@ -165,7 +165,7 @@ class LastingStream:
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Writes the buffered text."""
         self._try(self._stream.flush)
 
     def _try(self, action: Callable, *arguments: str) -> None:

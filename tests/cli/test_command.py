@@ -26,7 +26,7 @@ def started(monkeypatch):
     def start(*words):
         calls = []
         monkeypatch.setattr(os, "execv", lambda program, argv: calls.append((program, argv)))
-        command.run(list(words))
+        command.run_command(list(words))
         [(program, argv)] = calls
         assert program == argv[0] == sys.executable
         return argv[1:]
@@ -46,7 +46,7 @@ def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
     monkeypatch.setenv(device.OVERRIDES, json.dumps(answers))
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(command, "may_have_gpu", lambda: True)
-    command.run(["doctor"])
+    command.run_command(["doctor"])
     said = capsys.readouterr().out
     for words in (f"torch {torch.__version__}", "1 x cpu, 80 GB", "no C++ compiler"):
         assert words in said
@@ -119,7 +119,7 @@ def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, star
     ],
 )
 def test_config_prints_a_shipped_file(name, file, capsys):
-    command.run(["config", name])
+    command.run_command(["config", name])
     assert capsys.readouterr().out == file.read_text()
 
 

@@ -117,7 +117,7 @@ def loader(folder, **ranks):
 
 @pytest.mark.parametrize("case", RECORDED["orders"], ids=lambda case: case["digest"])
 def test_the_training_order(sets, case):
-    samples = loader(sets / str(case["set"])).samples(case["first"], 4096)
+    samples = loader(sets / str(case["set"])).samples(case["first"], 4096).tolist()
     if case["set"] != "mix":
         samples = [window for _, window in samples]
     assert samples[:3] == case["start"] and digest(samples) == case["digest"]
