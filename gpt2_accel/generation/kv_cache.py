@@ -41,15 +41,15 @@ class KVCache:
         self.end = 0
         lengths = torch.tensor([len(row) for row in rows], device=self.model.device)
         self.padding = input_ids.shape[1] - lengths
+        self.is_padded = len({len(row) for row in rows}) > 1
         return self._run(next_logits, input_ids)
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Reads the next tokens of each row, (B, T).
+        """Reads the next token of each row, (B, 1).
 
-        Returns the logits of the token after them, (B, V).
+        Returns the logits of the token after it, (B, V).
         """
-        forward = self.decode if input_ids.shape[1] == 1 else next_logits
-        return self._run(forward, input_ids)
+        return self._run(self.decode, input_ids)
 
     def _run(self, forward: Callable[..., torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         T = input_ids.shape[1]
@@ -59,9 +59,10 @@ class KVCache:
             self.input_ids = torch.cat([self.input_ids, input_ids], dim=1)
             rows = [row[None, n:] for row, n in zip(self.input_ids, self.padding, strict=True)]
             return torch.cat([self.model(row, logits_to_keep=1)[:, -1] for row in rows])
-        return forward(
-            self.model, input_ids, places, self.padding, self.layers, self.slots or self.end
-        )
+        slots = self.slots or self.end
+        if not (self.slots or self.is_padded or isinstance(self.model, AnyModel)):
+            slots = 0  # all rows attend to all that is there: kernels without a mask are faster
+        return forward(self.model, input_ids, places, self.padding, self.layers, slots)
 
 
 def next_logits(
@@ -75,15 +76,17 @@ def next_logits(
     """Runs the model on tokens (B, T) in the slots `places` (T); returns the last logits (B, V).
 
     `padding`, (B,), is the number of unused slots before each row. The layers return the keys of
-    `slots` slots.
+    `slots` slots; 0 if all are used, so that no mask is needed.
     """
-    all_slots = torch.arange(slots, device=places.device)
-    mask = all_slots >= padding[:, None]  # (B, slots)
-    if not isinstance(model, AnyModel):
-        causal = all_slots <= places[:, None]  # (T, slots)
-        # A padding slot attends to itself, since a softmax over nothing would be NaN.
-        itself = all_slots == places[:, None]
-        mask = causal & (itself | mask[:, None, None])  # (B, 1, T, slots)
+    mask = None
+    if slots:
+        all_slots = torch.arange(slots, device=places.device)
+        mask = all_slots >= padding[:, None]  # (B, slots)
+        if not isinstance(model, AnyModel):
+            causal = all_slots <= places[:, None]  # (T, slots)
+            # A padding slot attends to itself, since a softmax over nothing would be NaN.
+            itself = all_slots == places[:, None]
+            mask = causal & (itself | mask[:, None, None])  # (B, 1, T, slots)
     positions = (places - padding[:, None]).clamp(min=0)  # (B, T)
     logits = model(
         input_ids, position_ids=positions, attention_mask=mask, logits_to_keep=1, cache=layers

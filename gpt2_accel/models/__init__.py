@@ -249,7 +249,8 @@ class LanguageModel(nn.Module):
           given; 0 computes all.
         - cache: from `new_cache`, holds the keys and values of the tokens before, and gets those of
           `input_ids`. It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all
-          keys that it returns.
+          keys that it returns; None for an empty cache and for a single token, if no row has
+          padding.
 
         The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
         to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`, or for
@@ -260,7 +261,8 @@ class LanguageModel(nn.Module):
             position_ids = document_positions(documents, n_positions)
         elif position_ids is None:
             position_ids = sequence_positions(input_ids, n_positions)
-        if documents is None and self.separator is not None and attention_mask is None:
+        in_texts = documents is not None or attention_mask is not None or cache is not None
+        if self.separator is not None and not in_texts:
             documents = (input_ids == self.separator).cumsum(dim=1)
         mask: Mask | None = attention_mask
         if documents is not None:

@@ -97,11 +97,14 @@ def attend(
     """Returns softmax(q · k / sqrt(D)) · v.
 
     q: (B, H, T, D); k, v: (B, H or fewer, T, D) -> (B, H, T, D). `mask` is a `BlockMask`, or
-    (B, 1, T, T) bool, True where attended. None is the causal mask.
+    (B, 1, T, T) bool, True where attended. None is the causal mask; a single query attends to all
+    keys.
     """
     if isinstance(mask, BlockMask):
         return attention.block_attention(q, k, v, mask)
     causal = mask is None
+    if q.shape[2] == 1:  # torch's causal mask would leave it the first key only
+        causal = False
     groups = q.shape[1] // k.shape[1]
     # Not `groups > 1`: torch 2.11 breaks the graph if a comparison of dynamic sizes is an argument.
     grouped = False
