@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 
-from conftest import long, refused
+from conftest import long, read_json, refused
 from launching import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -12,6 +12,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import measure
 import table
 from results import read_results
+
+import gpt2_accel
 
 TINY = {"shape": measure.TINY, "batch_size": 4}
 
@@ -41,6 +43,18 @@ def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monke
         assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
     with refused(r"has no none\.json: measure it first"):
         table.section("none")
+
+
+def test_the_figures_of_speed_are_of_this_minor_version():
+    minor = gpt2_accel.__version__.rpartition(".")[0]
+    tables = 0
+    for path in (ROOT / "benchmarks/results").glob("c*/*.json"):
+        result = read_json(path)
+        if "rows" in result and path.name != "card.json":  # a record of checks
+            measured = result["machine"].get("version", "")
+            assert measured.rpartition(".")[0] == minor, f"{path}: measure it again"
+            tables += 1
+    assert tables >= 9
 
 
 def test_the_figures_at_the_top_of_the_readme_are_recorded():
