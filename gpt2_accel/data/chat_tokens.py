@@ -29,8 +29,8 @@ def conversation_tokens(
     The `training_template` marks the assistant's tokens. Without such a template they are found by
     prefixes, see `answer_pieces`.
 
-    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises the
-    errors of the template and of `answer_pieces`.
+    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises
+    `ValueError` if such a prefix is not found, and whatever the chat template raises.
     """
     template = training_template(tokenizer)
     if template is None:
@@ -44,8 +44,8 @@ def conversation_tokens(
 def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Returns the chat template that marks the assistant's tokens by `{% generation %}`.
 
-    It is the tokenizer's own template if that marks them, else TRL's training template for it; None
-    if TRL has none or is not installed.
+    It is the tokenizer's own template if that marks them, otherwise TRL's training template for the
+    tokenizer; None if TRL has none or is not installed.
     """
     template = tokenizer.get_chat_template()
     if GENERATION.search(template):
@@ -55,7 +55,11 @@ def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _trl_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
-    """Returns TRL's training template for a tokenizer with the chat template `template`."""
+    """Returns TRL's training template for a tokenizer, or None.
+
+    `template` is the tokenizer's chat template. It is only a key of the cache, for a tokenizer
+    whose template changes.
+    """
     try:
         from trl.chat_template_utils import get_training_chat_template
 
@@ -88,7 +92,9 @@ def answer_pieces(
         before = text(number, prompt=True)
         after = text(number + 1)
         if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
-            raise ValueError("it renders a turn in another way if another one follows")
+            raise ValueError(
+                "the chat template renders a turn differently when another turn follows"
+            )
         pieces.append({"role": "prompt", "content": whole[end : len(before)]})
         end = len(after)
         pieces.append({"role": "assistant", "content": whole[len(before) : end]})
@@ -103,8 +109,8 @@ def prompt_tokens(
 
     Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer
     refuses the messages, if the last message is not the user's, or for a message that is empty, is
-    not valid Unicode or holds a special token, which would end a turn. The assistant's messages are
-    not checked.
+    not valid Unicode or holds a special token, which could forge a turn. The assistant's messages
+    are not checked.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -115,21 +121,21 @@ def prompt_tokens(
         raise ValueError("a conversation to answer ends with a message of the user: add one")
     for message in messages:
         content = message["content"]
-        if message["role"] == "assistant":  # the model said so
+        if message["role"] == "assistant":  # only messages of users and the system are checked
             continue
         if not content.strip():
             raise ValueError("the message is empty: write something")
-        if content != content.encode(errors="ignore").decode():  # as Python reads such bytes
+        if content != content.encode(errors="ignore").decode():  # bytes become surrogates
             raise ValueError("the message holds bytes that are not UTF-8: leave them out")
         for token in special_tokens(tokenizer):
             if token in content:
                 raise ValueError(
-                    f"the message holds the special token {token}, which would end a turn: write "
-                    "it otherwise"
+                    f"the message holds the special token {token}, which could forge a turn: "
+                    "write it differently"
                 )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
-    except Exception as error:  # of the template's author, or of the tokenizer
+    except Exception as error:  # templates and tokenizers raise many types
         raise ValueError(
             f"the chat template or the tokenizer refuses the conversation: {first_line(error)}"
         ) from error

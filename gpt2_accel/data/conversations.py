@@ -232,7 +232,7 @@ def encode_messages(
         raise Problem(NO_ANSWER)
     try:
         ids, counts = conversation_tokens(tokenizer, messages)
-    except Exception as error:  # of the template's author, or of the tokenizer
+    except Exception as error:  # templates and tokenizers raise many types
         raise Problem(f"{REFUSED} ({first_line(error)})") from error
     runs = marked_runs(counts)
     if len(runs) < len(marked_runs(roles == "assistant")):

@@ -13,14 +13,14 @@ class DifferentModel(ValueError):
 class Conversion:
     """The differences between `transformers`' files and an architecture in `models/`.
 
-    It is the `CONVERSION` in `hf/NAME.py`. Tensors are given by the ends of their names in
-    `models/`, without HF's `prefix`.
+    It is the `CONVERSION` in `hf/NAME.py`. Names of tensors are from `models/`, without HF's
+    `prefix`: full names in `padded`, ends of names in the others.
     """
 
-    name: str  # in messages and model cards
-    model_class: str  # in transformers
-    prefix: str  # of all tensors but that of the head
-    padded: tuple[str, ...]  # one row for each token
+    name: str  # messages and model cards show it
+    model_class: str  # the class of transformers
+    prefix: str  # HF's names begin with it, except the head's
+    padded: tuple[str, ...]  # have one row per token: the token embedding first, then the head
     transposed: tuple[str, ...] = ()  # HF's `Conv1D` stores the transpose of a Linear weight
     biased: tuple[str, ...] = ()  # have a bias in HF, zero if the model has none
     ignored: tuple[str, ...] = ()  # buffers in old files

@@ -86,7 +86,7 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
             if token in tokenizer.get_added_vocab():
                 return token
         problem = ""
-    except Exception as error:  # of the template's author
+    except Exception as error:  # templates raise many types
         problem = f" ({error})"
     raise ValueError(
         f"the chat template of {name} cannot be used for training{problem}: each answer has to "

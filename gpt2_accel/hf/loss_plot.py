@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours (2008), which colour-blind readers can tell apart; those that are visible
-# on black and on white.
+# Adapted from Okabe and Ito (2008) and Paul Tol: colour-blind readers can tell them apart, on black
+# and on white.
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK = "#202124"
 FAINT = "#d5d7db"
 WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
-LOSSES = "nats per token: training faint, validation bold"
+LOSS_TITLE = "nats per token: training faint, validation bold"
 LOSS_STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"linewidth": 0.8, "alpha": 0.5},
     "val/loss": {"linewidth": 2},
@@ -43,15 +43,19 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
         return
     curves = []
     for name, style in LOSS_STYLES.items():
-        x, y = values(lines, name, "tokens")
+        x, y = curve_points(lines, name, "tokens")
         curves.append((x, y, dict(style, color=COLOURS[0])))
-    save_png(chart(LOSSES, "tokens", curves), path)
+    save_png(chart(LOSS_TITLE, "tokens", curves), path)
 
 
-def values(
-    lines: Iterable[Mapping], name: str, key: str, unit: float = 1
+def curve_points(
+    lines: Iterable[Mapping], name: str, key: str, factor: float = 1
 ) -> tuple[list[float], list[float]]:
-    """Returns (x, y): a metric's finite values in `metrics.jsonl`, the latest `key` · `unit`."""
+    """Returns x and y of a curve, from the lines of `metrics.jsonl`.
+
+    y: the finite values of metric `name`; x: the last value of `key` up to that line, times
+    `factor`.
+    """
     xs = []
     ys = []
     amount = None
@@ -59,15 +63,16 @@ def values(
         amount = line.get(key, amount)
         y = line.get(name)
         if amount is not None and isinstance(y, int | float) and math.isfinite(y):
-            xs.append(amount * unit)
+            xs.append(amount * factor)
             ys.append(y)
     return xs, ys
 
 
-def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
+def chart(title: str, xlabel: str, curves: Iterable[Curve], scientific: bool = False) -> "Figure":
     """Draws curves, with markers if there are few points.
 
-    The vertical axis leaves out values in the first twentieth of a curve that are above the rest.
+    With `scientific` the numbers on the horizontal axis are in scientific notation. The vertical
+    axis leaves out values in the first twentieth of a curve that are above the rest.
     """
     figure, ax = new_figure(title, WIDTH, 2.2)
     bottom = []
@@ -80,12 +85,14 @@ def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
     if top:
         low = min(bottom)
         high = max(top)
-        margin = 0.05 * (high - low) or 1
+        margin = 1.0
+        if high > low:
+            margin = 0.05 * (high - low)
         ax.set_ylim(low - margin, high + margin)
     ax.set_xlim(left=0)
     ax.set_xlabel(xlabel)
     ax.locator_params("x", nbins=4)
-    ax.xaxis.set_major_formatter(lambda value, _: short_number(value, xlabel == "FLOPs"))
+    ax.xaxis.set_major_formatter(lambda value, _: short_number(value, scientific))
     ax.yaxis.set_major_formatter(lambda value, _: short_number(value))
     return figure
 
@@ -116,7 +123,8 @@ def save_png(figure: "Figure", path: str | Path) -> None:
 
 
 def short_number(value: float, scientific: bool = False) -> str:
-    """Formats a number such as 1.5B, 10M, 300k, 20, or with `scientific` 1.5e9."""
+    """Formats a number in four digits, such as 1.5B, 10M, 300k, 20, or 1.5e09 if `scientific`."""
+    value = float(f"{value:.4g}")  # first: 999,999 is 1M, not 1000k
     if not scientific:
         for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
             if abs(value) >= size:

@@ -1,7 +1,7 @@
-"""The weights of the modules in `models/` under Hugging Face's names and shapes, both ways.
+"""Converts weights between `models/` and Hugging Face: `to_hf` and `from_hf`.
 
-`hf/NAME.py` knows the tensors of the architecture NAME. Vocabulary padding is not stored, nor is a
-tied head.
+`hf/NAME.py` describes the tensors of the architecture NAME. Files hold neither the padding rows of
+the vocabulary nor a tied head.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,18 @@ def conversion(architecture: str) -> Conversion:
     return import_module(f"gpt2_accel.hf.{architecture}").CONVERSION
 
 
+def hf_name(name: str, table: Conversion) -> str:
+    """Returns HF's name of the tensor `name` in `models/`."""
+    if name == HEAD:
+        return name
+    return table.prefix + name
+
+
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Returns the weights under HF's names and shapes, as views if possible: not all contiguous."""
+    """Returns the weights under HF's names and shapes: views of the model's, some not contiguous.
+
+    Biases that HF stores and the model does not have are new zeros.
+    """
     state = model.state_dict()
     if isinstance(model, AnyModel):
         return {name.removeprefix("inner."): tensor for name, tensor in state.items()}
@@ -32,10 +42,10 @@ def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in state.items():
         if name in table.padded:
-            tensor = tensor[: model.config.vocab_size]
+            tensor = tensor[: model.config.vocab_size]  # without the padding rows
         if name.endswith(table.transposed):
             tensor = tensor.t()
-        key = name if name == HEAD else table.prefix + name
+        key = hf_name(name, table)
         tensors[key] = tensor
         if name.endswith(table.biased) and name.removesuffix("weight") + "bias" not in state:
             tensors[key.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[-1])
@@ -47,69 +57,83 @@ def from_hf(
     config: ModelConfig,
     source: str = "the state dict",
 ) -> LanguageModel:
-    """Returns a model of this config with HF's weights, in fp32 on the CPU, in its own memory.
+    """Returns a model of this config with a copy of HF's weights, in fp32 on the CPU.
 
-    Arguments and errors are those of `load_hf`.
+    `tensors` are pairs of name and weight (fp32, fp16 or bf16), with or without HF's prefix.
+    `source` names them in errors. Raises `ValueError` if they do not fit the config: see `load_hf`.
     """
     with torch.device("meta"):
         model = config.build()
-    found = fitting(model, tensors, source)  # before memory is taken for a wrong config
+    weights = validated(model, tensors, source)  # before memory is taken for a wrong config
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     model = filled(model, zeros)
-    load_hf(model, found.items(), source)
+    load_hf(model, weights.items(), source)
     return model
 
 
-def fitting(
+def validated(
     model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str
 ) -> dict[str, torch.Tensor]:
-    """Returns HF's weights by their full names.
+    """Returns HF's weights by their names with the prefix, if they fit the model.
 
-    Raises `ValueError` for a missing, unknown or misshapen tensor.
+    Raises `ValueError` for a missing, unknown or misshapen tensor, or an unsupported dtype.
     """
     table = conversion(model.config.architecture)
-    own = to_hf(model)
+    expected = to_hf(model)
     names = model.state_dict().keys()
-    needed = {key for key in own if key.removeprefix(table.prefix) in names}
-    found = {}
+    required = {key for key in expected if key.removeprefix(table.prefix) in names}
+    weights = {}
     for key, tensor in tensors:
         name = key.removeprefix(table.prefix)
         if not name.endswith(table.ignored):
-            found[name if name == HEAD else table.prefix + name] = tensor
-    unknown = found.keys() - own.keys() - {HEAD}  # a tied head may be there
-    wrong = (needed - found.keys()) | unknown
-    if wrong:
+            weights[hf_name(name, table)] = tensor
+    missing = required - weights.keys()
+    if missing:
         raise ValueError(
-            f"{source} and its config are of different models: only one of them has {min(wrong)}"
+            f"{source} does not have {min(missing)}, which its config needs: give the weights and "
+            "the config of the same model"
         )
-    for key, tensor in found.items():
-        shape = own[key].shape if key in own else tensor.shape
+    unknown = weights.keys() - expected.keys() - {HEAD}  # a tied head may be stored
+    if unknown:
+        raise ValueError(
+            f"{source} has {min(unknown)}, which its config does not describe: give the weights "
+            "and the config of the same model"
+        )
+    for key, tensor in weights.items():
+        shape = tensor.shape  # right for a tied head: `load_hf` compares it with the embedding
+        if key in expected:
+            shape = expected[key].shape
         if tensor.shape != shape or tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "
                 f"{tensor.dtype}, expected {tuple(shape)}, fp32, fp16 or bf16"
             )
-    return found
+    return weights
 
 
 @torch.no_grad()
 def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
-    """Copies HF's weights into a model. `source` names the file in errors. HF's prefix may be
-    absent from the names.
+    """Copies HF's weights into a model.
 
-    Raises `ValueError` for a missing, unknown or misshapen tensor, a head that differs from the
-    token embedding it should be tied to, or a nonzero bias if the model has none.
+    `tensors` are pairs of name and weight, with or without HF's prefix. `source` names them in
+    errors. Raises `ValueError` for a missing, unknown or misshapen tensor, an unsupported dtype, a
+    head that differs from the token embedding it should be tied to, or a nonzero bias if the model
+    has none.
     """
     table = conversion(model.config.architecture)
-    own = to_hf(model)  # views of the weights, and zeros for the biases that it does not have
-    found = fitting(model, tensors, source)
-    head = None if HEAD in own else found.pop(HEAD, None)
+    targets = to_hf(model)
+    weights = validated(model, tensors, source)
+    head = None
+    if HEAD not in targets:
+        head = weights.pop(HEAD, None)
     names = model.state_dict().keys()
-    for key, tensor in found.items():
+    for key, tensor in weights.items():
         if key.removeprefix(table.prefix) not in names and tensor.any():
-            raise ValueError(f'{source} says "bias": false, but {key} is not zero')
-        own[key].copy_(tensor)
-    embedding = own[table.prefix + table.padded[0]]
+            raise ValueError(
+                f'the config of {source} has "bias": false, but {key} is not zero: set it to true'
+            )
+        targets[key].copy_(tensor)  # a view, so this writes the model's weight
+    embedding = targets[table.prefix + table.padded[0]]
     if head is not None and not torch.equal(head.float(), embedding.float()):
         raise ValueError(f"{source} has an lm_head that is not tied to the token embedding")
 

@@ -20,11 +20,11 @@ from gpt2_accel.hf.loss_plot import (
     FAINT,
     INK,
     LOSS_STYLES,
-    LOSSES,
+    LOSS_TITLE,
     add_legend,
     chart,
+    curve_points,
     require_matplotlib,
-    values,
 )
 from gpt2_accel.runtime.files import atomic_files, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
@@ -39,7 +39,7 @@ AXES = {
     "flops": ("FLOPs", "tokens", None),
 }
 TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
-METADATA = ("parameters", "data", "hardware", "git_commit")  # of `run.json`
+METADATA = ("parameters", "data", "hardware", "git_commit")  # keys of `run.json`
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 
@@ -88,7 +88,7 @@ class RunFolder:
         factor = factor or self.metadata.get("flops_per_token")
         if not factor:
             return [], []
-        return values(self.lines, name, key, factor)
+        return curve_points(self.lines, name, key, factor)
 
 
 def __getattr__(name: str) -> type[RunFolder]:
@@ -186,7 +186,7 @@ def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
     figures by file name. Skips figures of fewer than two values. If the tokenizers differ, the loss
     is in bits per byte."""
     if same_tokenizer(runs):
-        title = LOSSES
+        title = LOSS_TITLE
         styles = LOSS_STYLES
     else:
         title = "validation loss in bits per byte"
@@ -220,7 +220,7 @@ def draw_one(
         return None
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         curves.append(([], [], {"label": run.name, "color": colour}))
-    return chart(title, AXES[axis][0], curves)
+    return chart(title, AXES[axis][0], curves, scientific=axis == "flops")
 
 
 def themed_svg(figure: "Figure") -> str:

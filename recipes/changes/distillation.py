@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 
+# gpt2_accel before torch: it sets how torch's threads wait.
 # isort: split
 import torch
 import torch.nn.functional as F

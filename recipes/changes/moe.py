@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel import GPT, GPTConfig, cli
 
+# gpt2_accel before torch: it sets how torch's threads wait.
 # isort: split
 import torch
 from torch import nn

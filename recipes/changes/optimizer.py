@@ -12,6 +12,7 @@ from typing import Any
 
 from gpt2_accel import cli
 
+# gpt2_accel before torch: it sets how torch's threads wait.
 # isort: split
 import torch
 

@@ -10,6 +10,7 @@ validation loss is the cross-entropy alone.
 
 from gpt2_accel import cli
 
+# gpt2_accel before torch: it sets how torch's threads wait.
 # isort: split
 import torch
 

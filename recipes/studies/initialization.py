@@ -1,12 +1,15 @@
-"""The recipe of a study: GPT-2 with its own initial weights, or with the defaults of PyTorch.
+"""The recipe of a study: GPT-2 with its own initial weights, or with PyTorch's defaults.
 
     python recipes/compare.py recipes/studies/initialization.yaml
 
-`--initialization gpt2` is that of the package: N(0, 0.02), smaller for the projections onto the
-residual stream, and biases of zero. `pytorch` calls `reset_parameters` of each module: U(±1 /
-sqrt(inputs)) for weights and biases of `nn.Linear`, N(0, 1) for `nn.Embedding`. `linear` does so
-for `nn.Linear` only. The head is tied to the embedding. `recipes/shakespeare_char.py --dry_run`
-prepares the data.
+`--initialization` is one of:
+- `gpt2`, the initial weights of this package: N(0, 0.02), a smaller standard deviation for the
+  projections onto the residual stream, biases of zero;
+- `pytorch`, `reset_parameters` of each module: U(±1 / sqrt(inputs)) for weights and biases of
+  `nn.Linear`, N(0, 1) for `nn.Embedding`;
+- `linear`, `reset_parameters` of each `nn.Linear` only.
+
+The head is tied to the embedding. `recipes/shakespeare_char.py --dry_run` prepares the data.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel import GPT, GPTConfig, cli
 
+# gpt2_accel before torch: it sets how torch's threads wait.
 # isort: split
+import torch
 from torch import nn
 
 from gpt2_accel.config import TrainConfig, parse_config, setting
@@ -38,7 +43,9 @@ class Initialization(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.initialization not in RESET:
-            raise ValueError(f"initialization must be one of {', '.join(RESET)}")
+            raise ValueError(
+                f"initialization is {self.initialization!r}: give one of {', '.join(RESET)}"
+            )
 
 
 def new_model(config: Initialization, tokenizer: "PreTrainedTokenizerBase") -> GPT:
@@ -47,7 +54,8 @@ def new_model(config: Initialization, tokenizer: "PreTrainedTokenizerBase") -> G
     for module in model.modules():
         if isinstance(module, RESET[config.initialization]):
             module.reset_parameters()
-    model.wte.weight.data[model.config.vocab_size :] = 0  # the padding rows
+    with torch.no_grad():  # an in-place write to a parameter is not part of a graph
+        model.wte.weight[model.config.vocab_size :] = 0  # the padding rows
     return model
 
 

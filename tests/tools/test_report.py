@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import read_json, refused, run, run_recipe, tiny_config
 
+from gpt2_accel.hf.loss_plot import short_number
 from gpt2_accel.runtime.files import write_json
 from gpt2_accel.tools.report import RunFolder, draw, report_of, write_report
 
@@ -102,6 +103,12 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     page = report_of([first, second])[0]
     assert "val/bits_per_byte" in page and "val/perplexity" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
+
+
+def test_numbers_on_axes_are_short():
+    numbers = [999_999, 1_234_567, 300_000, 20, -1500, 0]
+    assert [short_number(n) for n in numbers] == ["1M", "1.235M", "300k", "20", "-1.5k", "0"]
+    assert short_number(1.5e9, scientific=True) == "1.5e09"
 
 
 def test_the_fall_at_the_start_does_not_flatten_the_rest_of_a_curve(tmp_path):
