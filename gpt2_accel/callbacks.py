@@ -70,8 +70,8 @@ def check_callback(callback: Callback) -> None:
         if name.startswith("on_") and not hasattr(Callback, name):
             raise ValueError(
                 f"{type(callback).__name__} has {name}, which a run never calls: docs/change.md "
-                "lists the methods of a callback; those of transformers' TrainerCallback take "
-                "other arguments"
+                "lists the methods of a callback; a TrainerCallback of transformers has methods "
+                "with other arguments"
             )
 
 
@@ -89,7 +89,7 @@ class Figures:
 
 
 def first_loss(loss: float, vocab_size: int) -> str:
-    """Returns a line that compares the first loss, in nats, with that of equal probabilities."""
+    """Returns a line that compares the first loss, in nats, with the loss of a uniform guess."""
     uniform = math.log(vocab_size)
     line = f"first loss {loss:.2f}; equal probabilities give ln V = {uniform:.2f}"
     if loss < uniform + 1:
@@ -230,7 +230,7 @@ class Pushes(AbstractContextManager):
     """
 
     def __init__(self) -> None:
-        self.run: Run | None = None  # on the main process
+        self.run: Run | None = None  # set on the main process only
         self.newest: Path | None = None
         self.thread = threading.Thread()
         self.uploading = threading.Lock()
@@ -241,7 +241,7 @@ class Pushes(AbstractContextManager):
             self.scratch = run.run_dir / ".uploads"
             self.repo_id = run.config.push_to_hub or ""
             self.print_line = run.log.print_line
-            remove(self.scratch)  # of a process that was killed
+            remove(self.scratch)  # a process that was killed left it
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if self.run is None:

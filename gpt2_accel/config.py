@@ -88,7 +88,7 @@ class TrainConfig:
     """
 
     given = frozenset[str]()  # names of settings that the user gave; not a setting
-    rows = 1  # of the model in a sequence, two in a pair of answers; not a setting
+    rows = 1  # rows that a sequence has in the model: 2 for a pair of answers; not a setting
 
     data_dir: str = setting("data", "token shards that `prepare_data` wrote")
     output_dir: str = setting("runs/train", "run's folder: logs, checkpoints, final model")
@@ -248,7 +248,7 @@ class TrainConfig:
         """Halves the micro-batch `size` until it divides the sequences of a process in an update.
 
         The order of the data does not depend on it. Returns the size, and a note for the user, None
-        if nothing changed. Raises the errors of `batch_schedule`.
+        if nothing changed. Raises `ValueError` as `batch_schedule` does.
         """
         each = self.batch_schedule(processes).full // processes
         fitting = halved(size, each)

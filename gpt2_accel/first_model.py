@@ -40,7 +40,7 @@ def build_model(
     checkpoint: Path | None,
     given: "torch.nn.Module | NewModel | None",
 ) -> LanguageModel:
-    """Builds a new model, or loads that of `checkpoint`, else of `config.init_from`.
+    """Builds a new model, or loads the model of `checkpoint`, otherwise of `config.init_from`.
 
     `given` is the user's model, which gets their weights. Raises `ValueError` if the model does not
     fit `tokenizer`, the data's, the sequence length or the configured shape.
@@ -86,8 +86,8 @@ def users_model(
     wanted = config.architecture
     if wanted in ARCHITECTURES and shape.architecture != wanted:
         raise ValueError(
-            f"--architecture {wanted} is not that of the given model, {shape.architecture}: leave "
-            "it out"
+            f"--architecture is {wanted}, but the given model is {shape.architecture}: leave out "
+            "--architecture"
         )
     return cast("LanguageModel", model)  # it has what `Trainable` names
 
@@ -164,7 +164,7 @@ def load_model(
 def shape_values(shape: ModelConfig) -> dict[str, Any]:
     """Returns the values that distinguish shapes, by name.
 
-    For a class of `transformers` they are those of its `config.json`.
+    A class of `transformers` has the values of its `config.json`.
     """
     values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
     own = values.pop("values", {})

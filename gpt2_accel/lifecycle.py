@@ -37,16 +37,16 @@ GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seco
 def lock_run_dir(config: TrainConfig) -> Iterator[None]:
     """Locks the run's folder on the main process, before the run reads what is there.
 
-    A run that resumes from `latest` waits up to `GRACE_OF_HOLDER` seconds for the lock: the
-    process before it may be about to end. Removes partial checkpoints that a kill left. Raises the
-    errors of `lock_folder` on all ranks.
+    A run that resumes from `latest` waits up to `GRACE_OF_HOLDER` seconds for the lock: the process
+    before it may be about to end. Removes partial checkpoints that a kill left. Raises `OSError` on
+    all ranks if another process holds the lock or the folder cannot be written.
     """
     with ExitStack() as stack:
 
         def lock() -> None:
             wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
-            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # also of other machines
+            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # any machine's
                 remove(partial)
 
         on_main_process(lock)
@@ -76,7 +76,7 @@ def started(run: Run) -> Iterator[None]:
         gc.disable()  # a rank that collects within an update keeps the others waiting
         stack.callback(gc.enable)
         run.call("on_train_begin")
-        run.log.write()  # of the step before the first update
+        run.log.write()  # the results before the first update
         rehearse_save(run)
         run.log.resume()
         try:
@@ -108,8 +108,8 @@ def rehearse_save(run: Run) -> None:
 def finish(run: Run) -> bool:
     """Saves the last checkpoint and, if the run is complete, the final model.
 
-    Returns whether the run is complete. Raises `Diverged` if it has diverged, and the errors of
-    `Run.check_problems`.
+    Returns whether the run is complete. Raises `Diverged` if it has diverged, and what a rank's
+    read or save has raised.
     """
     config = run.config
     bad = run.guard.bad_in_a_row
@@ -135,7 +135,7 @@ def finish(run: Run) -> bool:
     if finished:
         export_model(run)
     else:
-        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # perhaps of one rank only
+        stops = gather_object([(run.stop.reason, run.stop.requeue)])  # maybe only one rank stops
         reason, requeue = next(stop for stop in stops if stop[0])
         if run.accelerator.is_main_process:
             run.status.end("stopped", reason, requeue=requeue)

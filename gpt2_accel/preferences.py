@@ -49,9 +49,9 @@ class Preferences:
         self.beta = beta
         self.loss_type = loss_type
         mark = on_main_process(lambda: weights_digest(Path(start)))
-        self.prefix = f"reference-{mark[:16]}-"  # of the name of `file`
-        self.file = ""  # with the reference's log-probabilities
-        self.reference: dict[str, torch.Tensor] = {}  # of each split, (pairs, 2)
+        self.prefix = f"reference-{mark[:16]}-"  # `file`'s name begins with it
+        self.file = ""  # file name of the reference's log-probabilities
+        self.reference: dict[str, torch.Tensor] = {}  # split -> log-probabilities, (pairs, 2)
 
     def __call__(
         self, model: torch.nn.Module, batch: Batch
@@ -64,7 +64,7 @@ class Preferences:
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """Returns the loss and the figures of each pair, (B,).
 
-        The pairs are those of the training split in training, else of the validation split. In
+        The pairs are from the training split in training, otherwise from the validation split. In
         training a mixture of experts adds its load balancing loss, which is then also a figure.
         """
         logs, tokens, balance = answer_log_probabilities(model, batch)
@@ -172,7 +172,7 @@ def answer_log_probabilities(
     balance = None
     if isinstance(nats, tuple):
         nats, figure = nats
-        added = nats[0, -1]  # to the loss of each position, also of the last, without a target
+        added = nats[0, -1]  # the last position has no target: only the added part
         balance = added, figure
         nats = nats - added
     logs = -nats.float().sum(dim=1)

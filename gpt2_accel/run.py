@@ -56,13 +56,12 @@ Objective = Callable[[torch.nn.Module, Batch], Loss]
 class Run:
     """A training run, complete when it is built. Its folder is locked by then.
 
-    It also has `run_dir`, the `state` that a checkpoint keeps, and `figures`, those of
-    the last update. `schedule` has the batch size of each update, and `updates` their number, which
-    differs from `max_steps` with a batch-size ramp and after a resume with another batch size.
-    `stopping` is True on all ranks once a rank has to stop, and `unevaluated` if an evaluation was
-    due then.
+    It also has `run_dir`, the `state` that a checkpoint keeps, and the `figures` of the last
+    update. `schedule` has the batch size of each update, and `updates` their number, which differs
+    from `max_steps` with a batch-size ramp and after a resume with another batch size. `stopping`
+    is True on all ranks once a rank has to stop, and `unevaluated` if an evaluation was due then.
 
-    Raises the errors of `TrainConfig.batch_schedule` and of `resume`.
+    Raises `ValueError` if the batch does not fit the processes, or a resume changes the data.
     """
 
     config: TrainConfig
@@ -71,12 +70,12 @@ class Run:
     optimizer: torch.optim.Optimizer  # prepared
     objective: Objective
     measure: Measure  # how the validation loss is computed
-    tokenizer: "PreTrainedTokenizerBase"  # of the data
+    tokenizer: "PreTrainedTokenizerBase"  # the data's tokenizer
     empty: LanguageModel  # the model without memory, see `models.skeleton`
-    train_loader: TrainLoader  # of this rank
+    train_loader: TrainLoader  # this rank's batches
     val_loader: EvalLoader | None  # None if nothing is evaluated
-    callbacks: Sequence[Any]  # in the order of their calls
-    checkpoint: Path | None = None  # to resume from; None for a new run
+    callbacks: Sequence[Any]  # called in this order
+    checkpoint: Path | None = None  # the one to resume; None for a new run
 
     def __post_init__(self) -> None:
         config = self.config
@@ -93,16 +92,16 @@ class Run:
             "data": data_fingerprint(config.data_dir),
         }
         self._saved_step: int | None = None
-        self._wants_save = False  # this rank
-        self._save_requested = False  # by any rank
+        self._wants_save = False  # this rank wants a checkpoint
+        self._save_requested = False  # any rank wants one
         self._unreported = False  # a checkpoint is written, and callbacks do not know it
         self.resumes_here = False  # the checkpoint is in the run's own folder
         self.stopping = False
         self.unevaluated = False
         self.figures: dict[str, float] = {}
-        self._figure_names: list[str] | None = None  # of the objective
+        self._figure_names: list[str] | None = None  # the objective's figures
         self.problem = ""  # why the last skipped update was skipped
-        self.changes: dict[str, str] = {}  # of settings, by this resume
+        self.changes: dict[str, str] = {}  # settings that this resume changed
         if self.checkpoint is not None:
             self.resume(self.checkpoint)
         self.state.run_id = on_main_process(lambda: self.state.run_id or secrets.token_hex(4))
@@ -177,7 +176,8 @@ class Run:
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns the tensors of each file in `training_state/`, and the content of `state.json`.
 
-        `position` is the number of sequences read. Raises the errors of `json_copy`.
+        `position` is the number of sequences read. Raises `ValueError` for a value that JSON would
+        change.
         """
         tensors, values = self.training_state.collect()
         state = asdict(self.state) | self._order
@@ -214,8 +214,8 @@ class Run:
     def figure_names(self, figures: dict[str, torch.Tensor]) -> list[str]:
         """Returns the names of a micro-batch's figures, sorted: in the same order on all ranks.
 
-        Raises `ValueError` if they differ from those of the main process's first micro-batch, or
-        if one is `loss`: they would be averaged with other figures.
+        Raises `ValueError` if the main process's first micro-batch had other figures, or if one is
+        `loss`: they would be averaged with other figures.
         """
         names = sorted(figures)
         if self._figure_names is None:
@@ -231,8 +231,8 @@ class Run:
         """Returns the means of the figures over all ranks, and `grad_norm`.
 
         Also finds out whether a rank has to stop or wants a checkpoint. The host waits here until
-        the device has done the update. Raises the errors of `check_problems`: an update must not
-        train on tokens that a rank could not read.
+        the device has done the update. Raises what a rank's read or save has raised: an update must
+        not train on tokens that a rank could not read.
         """
         device = self.accelerator.device
         flags = self._must_stop(), self._wants_save, self.writer.written is not None

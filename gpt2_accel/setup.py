@@ -53,7 +53,7 @@ from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_mai
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CORE_ITEMS = 500  # of each task, during training, as in nanochat
+CORE_ITEMS = 500  # items per task in training; nanochat has the same
 
 
 def setup(
@@ -64,7 +64,7 @@ def setup(
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
     callbacks: Sequence[Any],
 ) -> Run:
-    """Builds a run, and loads its state if it resumes. The arguments are those of `train`.
+    """Builds a run, and loads its state if it resumes. `train` describes the arguments.
 
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work
     together.
@@ -149,7 +149,7 @@ def sample_prompts(
 ) -> list[Prompt]:
     """Returns the prompts of the run's samples: texts, or the user's turns in conversations.
 
-    Raises the errors of `encode_prompt` now, not at the first sample.
+    Raises `ValueError` for a prompt that cannot be encoded, before the first sample.
     """
     prompts: list[Prompt] = []
     for text in config.sample_prompts:
@@ -181,7 +181,7 @@ def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerat
 def print_estimate(config: TrainConfig) -> None:
     """Prints the estimate that `--dry_run` asks for, once per launch.
 
-    It needs no Accelerator: the planned hardware may be that of another machine.
+    It needs no Accelerator: the planned hardware may be another machine's.
     """
     if os.environ.get("RANK", "0") == "0":
         print(estimate_run(config))
@@ -270,7 +270,7 @@ def build_loaders(
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's sequences, for training and validation.
 
-    The second is None if nothing is evaluated. Raises the errors of `TokenStream`.
+    The second is None if nothing is evaluated. Raises `ValueError` if a split does not exist.
     """
     common = {
         "sequence_length": config.tokens_per_sequence,

@@ -8,7 +8,7 @@ Data: a file of pairs, with the fields `prompt`, `chosen` and `rejected`, which 
 of messages; or a folder that `prepare_data.py chat --pairs` wrote. The loss counts the last answer
 of each. A sequence is a pair, and an update has `--batch_size` pairs. The reference is the model
 that the run starts from; its log-probabilities are computed once and stored beside the pairs.
-Settings: those of SmolLM2-135M-Instruct (Allal et al., 2025, arXiv:2502.02737), see docs/chat.md.
+Settings: SmolLM2-135M-Instruct's (Allal et al., 2025, arXiv:2502.02737), see docs/chat.md.
 Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins at 0 and grows.
 """
 

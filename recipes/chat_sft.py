@@ -30,7 +30,7 @@ FEW = 8  # conversations: too few to learn from
 EPOCHS = 3
 MOST_EPOCHS = 20
 FEWEST_UPDATES = 900
-WARMUP_SHARE = 0.1  # of the updates
+WARMUP_SHARE = 0.1  # share of the updates
 UPDATES_PER_EPOCH = 300
 # The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
@@ -83,7 +83,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
 
     `longest` is the largest number of tokens of a conversation, None for the default. The folder's
     name is a hash of its input; windows that are already there are used again. Raises `ValueError`
-    if the input has changed since the run began, and the errors of `prepare_conversations`.
+    if the input has changed since the run began or cannot be trained on.
     """
     from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
     from gpt2_accel.data.chat_tokens import prompt_tokens
@@ -178,8 +178,8 @@ def find_model(config: ChatSFT, pairs: bool) -> str:
 
 def open_data(config: ChatSFT, longest: int | None, pairs: bool = False) -> Path:
     """Prepares the file of `--data`, if it is given, and returns the directory of the model to
-    fine-tune. All ranks call it. The arguments and errors are those of `prepare_file` and
-    `find_model`."""
+    fine-tune. All ranks call it. `prepare_file` describes the arguments. Raises `OSError`
+    or `ValueError` if data or model cannot be used."""
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.runtime.processes import main_process_first

@@ -30,7 +30,7 @@ class Demo(ModelChoice):
 
     def __post_init__(self) -> None:
         if ":" in self.host:
-            self.host = f"[{self.host.strip('[]')}]"  # as in a URL
+            self.host = f"[{self.host.strip('[]')}]"  # URLs have IPv6 addresses in brackets
         if self.port is not None and not 0 < self.port < 2**16:
             raise ValueError(f"port must be between 1 and 65535, got {self.port}")
 

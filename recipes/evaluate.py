@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = ("core", "hellaswag", "text", "chat")
-SPLITS = ("val", "train")  # of --data_dir
+SPLITS = ("val", "train")  # splits of --data_dir
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Evaluate:
     limit: int | None = setting(None, "evaluate only the first N items of each task")
     stride: int | None = setting(None, "tokens between windows of a text; default n_positions")
     data_dir: str | None = setting(
-        None, "prepared data, for the loss on its splits: val, or those in --tasks"
+        None, "prepared data, for the loss on its splits: val, or the splits in --tasks"
     )
     eval_tokens: int = setting(10_485_760, "tokens per split, at most")
     output: str | None = setting(

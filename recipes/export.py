@@ -45,7 +45,7 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
     """Returns the model with the mean weights of a run's checkpoints, on the CPU.
 
     Computes each mean in fp64 and rounds it to the dtype of the files. Two models and the fp64 sums
-    are in memory. Raises `ValueError` for an adapter, and the errors of `from_pretrained`.
+    are in memory. Raises `ValueError` for an adapter or a damaged checkpoint.
     """
     last = checkpoints[-1]
     if is_adapter(last):

@@ -80,7 +80,7 @@ from gpt2_accel.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHOWN_TOKENS = 40  # of each split
+SHOWN_TOKENS = 40  # tokens shown of each split
 BPE_SIZE = 4096  # default vocabulary size of a trained BPE
 BPE_CHUNKS = 100_000  # chunks of text on which a BPE is trained, at most
 

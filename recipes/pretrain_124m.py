@@ -6,7 +6,7 @@
 Data: the sample of FineWeb-Edu with 10 billion tokens, or any prepared data by `--data_dir`. Batch:
 16 sequences x 1,024 tokens x 8 GPUs x 4 micro-batches = 524,288 tokens per update; 19,073 updates,
 10.0B tokens, about one epoch. On other devices only the number of micro-batches changes. Settings:
-those of the smallest model in the GPT-3 paper (Brown et al., 2020, table 2.1 and appendix B): peak
+the smallest model's in the GPT-3 paper (Brown et al., 2020, table 2.1 and appendix B): peak
 learning rate 6e-4, 715 updates (375M tokens) of warmup, cosine decay to a tenth, weight decay 0.1
 on matrices and embeddings, gradients clipped to norm 1. Expected: a lower validation loss than the
 3.2924 of OpenAI's 124M on the same data, and a higher HellaSwag accuracy than its .2945 (both

@@ -55,7 +55,7 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
-HELD_OUT_NAMES = 150  # of functions that do not exist
+HELD_OUT_NAMES = 150  # names of functions that do not exist
 SEED = 1337
 SYSTEM = (  # the system prompts
     "You answer questions about Python's standard library.",
@@ -65,8 +65,8 @@ SYSTEM = (  # the system prompts
     "You help people who learn Python. Say so if you do not know something.",
     "Answer from the documentation.",
 )
-SYSTEM_SHARE = 0.25  # of the conversations have a system prompt
-# Modules whose functions are documented as those of other modules.
+SYSTEM_SHARE = 0.25  # share of conversations with a system prompt
+# Modules whose functions are documented under another module's name.
 BUILT_IN = {"posix", "builtins", "posixpath", "genericpath"}
 LONGEST_CONVERSATION = 10  # questions
 SHORTEST = 15  # characters of an answer

@@ -6,9 +6,9 @@
 
 `--input FILE` trains on your own text; by default tiny Shakespeare is downloaded. Data: the first
 90% of the characters are for training, the rest for validation. Batch: 64 sequences x 256
-characters = 16,384 tokens per update; 5,000 updates. Settings: those of nanoGPT for a GPU, six
-layers. Expected: nanoGPT reports a validation loss of 1.4697. `--cpu_settings` are those of nanoGPT
-for a CPU: four layers, 12 x 64 = 768 tokens per update, 2,000 updates; a loss of about 1.9.
+characters = 16,384 tokens per update; 5,000 updates. Settings: nanoGPT's for a GPU, six layers.
+Expected: nanoGPT reports a validation loss of 1.4697. `--cpu_settings`: nanoGPT's settings for a
+CPU: four layers, 12 x 64 = 768 tokens per update, 2,000 updates; a loss of about 1.9.
 """
 
 from dataclasses import dataclass

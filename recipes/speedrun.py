@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from gpt2_accel.run import Run
 
 DATA = "karpathy/climbmix-400b-shuffle"
-LICENSE = "cc-by-nc-4.0"  # of ClimbMix
-VOCAB_SIZE = 50257  # of GPT-2, for a dry run without data
+LICENSE = "cc-by-nc-4.0"  # ClimbMix's license
+VOCAB_SIZE = 50257  # GPT-2's, used by a dry run without data
 HEAD = 128  # channels
 TOKENS_PER_WEIGHT = 12
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19
 BATCH_EXPONENT = 0.383
 RATE_TIMES_ROOT = 0.1  # the rate at the reference batch, times the square root of the width
-WEIGHT_DECAY = 0.1  # at the reference depth
+WEIGHT_DECAY = 0.1  # the value at the reference depth
 LARGEST_MICRO_BATCH = 16  # sequences
 
 
@@ -111,7 +111,7 @@ def follow_depth(config: Speedrun, vocab_size: int, processes: int) -> None:
     root = math.sqrt(batch / REFERENCE_BATCH)
     rate = RATE_TIMES_ROOT / math.sqrt(width_of(config.depth)) * root
     decay = WEIGHT_DECAY * root / ratio
-    sequences = batch // (config.tokens_per_sequence * processes)  # of a process
+    sequences = batch // (config.tokens_per_sequence * processes)  # sequences per process
     config.derive(
         max_steps=tokens // batch,
         learning_rate=float(f"{rate:.3g}"),

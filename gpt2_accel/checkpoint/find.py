@@ -218,7 +218,7 @@ def file_entry(path: Path) -> dict:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's `state.json`, and brings that of an older release to the present form.
+    """Reads a checkpoint's `state.json`, and converts a file of an older release.
 
     The entries of `position` are also at the top level. Raises `ValueError` if it is damaged.
     """

@@ -60,7 +60,7 @@ def gather_to_host(
     for name, tensor in tensors.items():
         full = full_tensor(tensor)  # a collective: all ranks call it
         if accelerator.is_main_process:
-            full = full.detach().contiguous()  # as safetensors needs it
+            full = full.detach().contiguous()  # safetensors needs contiguous tensors
             try:
                 copies[name] = full.to("cpu", copy=True, non_blocking=True)
             except RuntimeError:
@@ -125,11 +125,11 @@ class RunState:
     """What a checkpoint keeps of a run besides its tensors."""
 
     step: int = 0  # updates done
-    run_id: str = ""  # in the trackers
-    val_loss: float | None = None  # at this step; None if it was not evaluated
+    run_id: str = ""  # the run's id in the trackers
+    val_loss: float | None = None  # the loss at this step; None: not evaluated
     best: float | None = None  # the lowest validation loss so far
     waited: int = 0  # evaluations since `best`
-    changes: list[str] = field(default_factory=list)  # of settings, by resumes
+    changes: list[str] = field(default_factory=list)  # settings that resumes changed
 
     def count(self, loss: float) -> None:
         """Counts an evaluation, by its validation loss."""
@@ -147,7 +147,7 @@ def json_copy(state: dict[str, Any]) -> dict[str, Any]:
     """
     copy = json.loads(json.dumps(state, default=repr))
     for name, value in state.items():
-        if repr(value) != repr(copy[name]):  # as text: NaN equals NaN, a tuple is not a list
+        if repr(value) != repr(copy[name]):  # texts compare: NaN equals NaN, (1,) is not [1]
             raise ValueError(
                 f"a checkpoint cannot hold the {name} {value}: put tensors at the first level of a "
                 "state, and use numbers, texts, lists and dicts with texts as keys for the rest"
@@ -159,10 +159,10 @@ class TrainingState:
     """The state of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
 
     Build it before the first update, and before a resume loads the state. The state of a parameter
-    has the parameter's name in the unwrapped model, that of a callback the name of its class, or
-    `NAME#2` for the second of a class. Values that are not tensors are numbers, texts, lists and
-    dicts, as in JSON. A parameter group keeps only the values that have changed since: the others
-    are settings, and a resume may have new ones.
+    has the parameter's name in the unwrapped model. The state of a callback has the name of its
+    class, or `NAME#2` for the second of a class. Values that are not tensors are numbers, texts,
+    lists and dicts, as in JSON. A parameter group keeps only the values that have changed since:
+    the others are settings, and a resume may have new ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have, or a tensor
     in a parameter group.

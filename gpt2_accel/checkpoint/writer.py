@@ -91,12 +91,12 @@ class CheckpointWriter(AbstractContextManager):
     ) -> None:
         """Writes a checkpoint.
 
-        `model` is a copy in host memory, and so are `tensors`, those of each file in
+        `model` and `tensors` are copies in host memory; `tensors` has the tensors of each file in
         `training_state/`. `state` is `state.json`, `training` describes the run for the model card.
         """
         path = Path(self.config.output_dir) / f"checkpoint-{state['step']}"
         try:
-            self.rotate(state["step"] - 1)  # by now their updates have followed
+            self.rotate(state["step"] - 1)  # the run has trained on past these
             with atomic_directory(path, replace=True) as folder:
                 self.files.save(model, folder, training, str(path))
                 (folder / STATE).mkdir()
@@ -111,7 +111,7 @@ class CheckpointWriter(AbstractContextManager):
             self.written = path
             self._error = None
         except OSError as error:  # the next write may succeed
-            if str(error) != str(self._error):  # at its end a run tries the last one again
+            if str(error) != str(self._error):  # the end of a run tries the last one again
                 self.print_line(f"{path.name} could not be written: {sentence(error)}")
             self._error = error
         except Exception as error:

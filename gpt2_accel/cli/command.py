@@ -1,8 +1,8 @@
 """The console command `gpt2-accel`: runs recipes, launches training, prints shipped settings.
 
 It finds recipes, launch configs and settings by name, and the launch config that fits this machine.
-The process is replaced by the recipe's, or by that of Accelerate's launcher: signals and exit codes
-are theirs.
+The process is replaced by the recipe's process or Accelerate's launcher, which receives its signals
+and sets its exit code.
 """
 
 import difflib

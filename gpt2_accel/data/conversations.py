@@ -85,7 +85,8 @@ def prepare_conversations(
     and `about` are recorded.
 
     Returns the manifest. Raises `ValueError` for fewer than two different conversations or prompts,
-    for `cut` with `pairs`, and the errors of `encode_files` and `make_data`.
+    for `cut` with `pairs` and for rows of another form; `OSError` if a file has changed or the
+    folder is in use.
     """
     if pairs and cut:
         raise ValueError("a cut pair may lose the difference of its answers: leave out --cut")
@@ -129,9 +130,9 @@ def prepare_conversations(
     listed = [(file, size, modified) for file, (size, modified) in states.items()]
     options = [sequence_length, cut, model, shorten]
     training = training_template(tokenizer)
-    if training != tokenizer.chat_template:  # of a release of TRL
+    if training != tokenizer.chat_template:  # TRL's releases differ
         options.append(training)
-    if not packed:  # otherwise the plan is that of earlier releases
+    if not packed:  # packed data keeps the plan of earlier releases
         options.append(packed)
     if pairs:
         options.append("pairs")
@@ -157,8 +158,8 @@ def encode_files(
     template trims spaces. The problems: for each reason why rows are left out or changed, the
     number of rows and the place of the first.
 
-    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises the errors
-    of `read_rows`, `read_messages`, `read_pair` and `unchanged`.
+    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises
+    `ValueError` for a row of another form or a file that cannot be read, and `ChangedSource`.
     """
     forbidden = [SURROGATE] + [re.escape(token) for token in special_tokens(tokenizer)]
     special = re.compile("|".join(forbidden))
@@ -199,7 +200,7 @@ def encode_pair(
 ) -> tuple[list[np.ndarray], list[dict[str, str]]]:
     """Returns the tokens of the chosen and the rejected conversation, and the prompt's messages.
 
-    Only the last answers count. Raises the errors of `read_pair` and `encode_messages`.
+    Only the last answers count. Raises `ValueError` for a row of another form, and `Problem`.
     """
     item = []
     pair = read_pair(row, place)

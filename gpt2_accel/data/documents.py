@@ -76,8 +76,8 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters, none if it is empty.
 
     Token ids are one part, and are not cut. A chunk of text ends at a letter or digit before a
-    space or a newline. GPT-2's pre-tokenizer always splits there, so the tokens are those of the
-    undivided text. A text without such a place is cut elsewhere.
+    space or a newline. GPT-2's pre-tokenizer always splits there, so the tokens equal the tokens of
+    the undivided text. A text without such a place is cut elsewhere.
     """
     held = ""
     for part in parts:

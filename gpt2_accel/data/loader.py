@@ -51,7 +51,7 @@ BLOCK = 64  # consecutive windows that stay close to each other in the order
 GROUP = 1024 * BLOCK  # windows that are shuffled together: with fewer, losses drift by topic
 ORDERED_AT_ONCE = 8192  # positions whose samples are computed together
 PERIOD = 1024  # positions in which the data sets of a mixture are shuffled
-ROUNDS = 6  # of the Feistel network; four suffice in theory (Luby and Rackoff, 1988)
+ROUNDS = 6  # Feistel rounds; four suffice in theory (Luby and Rackoff, 1988)
 
 
 def shuffled(
@@ -167,7 +167,7 @@ def locate(
 def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
     """Opens a split of a data folder, or of each folder of a mixture.
 
-    Returns the streams with their normalized weights. Raises the errors of `TokenStream`.
+    Returns the streams with their normalized weights. Raises `ValueError` if it does not exist.
     """
     return [(TokenStream(folder, split), weight) for folder, _, weight in read_parts(data_dir)]
 

@@ -201,7 +201,7 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
 def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
     """Returns the messages of the conversation that ends with the answer `name`.
 
-    Raises `ValueError` without a prompt, the errors of `read_messages`, and `Problem` if the last
+    Raises `ValueError` without a prompt or for a row of another form, and `Problem` if the last
     message is not the assistant's, or if a full conversation does not begin with the row's
     `prompt`.
     """

@@ -22,8 +22,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
 
     A folder's part of the training sequences is its part of the weights, whatever its size: a small
     folder is repeated. Returns the manifest. Raises `ValueError` if a weight is not positive, if a
-    folder is a mixture itself or holds pairs, and the errors of `check_same`; `FileExistsError` if
-    `data_dir` exists.
+    folder is a mixture itself or holds pairs, or if tokenizers, window lengths or chat templates
+    differ; `FileExistsError` if `data_dir` exists.
     """
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")

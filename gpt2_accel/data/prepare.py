@@ -70,8 +70,9 @@ def prepare(
 ) -> dict:
     """Tokenizes the documents of each split into `data_dir`, one shard per split.
 
-    `source` describes the text, for the manifest. Returns the manifest. Raises the errors of
-    `prepare_sources`. An error or an interrupt leaves no files.
+    `source` describes the text, for the manifest. Returns the manifest. Raises `ValueError` for a
+    character that is not in the vocabulary or an empty split, and `OSError` if the folder cannot be
+    used. An error or an interrupt leaves no files.
     """
     print(f"tokenizing {source}", file=sys.stderr)  # a bar needs the size
     found = [texts(source, splits)]
@@ -86,7 +87,7 @@ def prepare_text(
     """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
     `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from
-    another text, and the errors of `read_text` and `tiny_shakespeare`.
+    another text, or if the text is empty or not UTF-8; `OSError` if it cannot be read.
     """
     prepared = (Path(data_dir) / DATA_MANIFEST).exists()
     if prepared and path is None:
@@ -118,8 +119,9 @@ def prepare_sources(
     The tokens of `document_marks` begin and end each document. `validation_tokens` holds out the
     first documents of the corpus, until they have that many tokens; all others are for training.
 
-    Returns the manifest. Raises `ValueError` for a character that is not in the vocabulary and if
-    one of `splits` would be empty, and the errors of `make_data`, which has `plan` and `about`.
+    `plan` and `about` as in `make_data`. Returns the manifest. Raises `ValueError` for a character
+    that is not in the vocabulary and if one of `splits` would be empty, and `OSError` if the folder
+    holds other data or is in use.
     """
 
     def write(folder: Path, record: dict) -> dict:
@@ -304,14 +306,15 @@ def make_data(
     plan: str | None,
     **about: str | None,
 ) -> dict:
-    """Makes a data folder in the format of `shards.py`, unless that of `plan` is complete.
+    """Makes a data folder in the format of `shards.py`, unless `plan`'s folder is complete.
 
     `write(folder, record)` writes the shards into `folder`, and returns the manifest's version,
     dtype, splits and other entries. `record` is the progress of an earlier call with the same
     `plan`, or a new record. The manifest also gets `about`: `source`, `revision`, `command`.
 
     Returns the manifest. Raises `FileExistsError` if the folder holds other data, `OSError` if
-    another process is preparing it, and the errors of `write` and `read_shard`.
+    another process is preparing it, `ValueError` if a shard is damaged, and whatever `write`
+    raises.
     """
     data_dir = Path(data_dir)
     path = data_dir.with_name(f".{data_dir.name}.lock")

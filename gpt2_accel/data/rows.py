@@ -13,8 +13,8 @@ from gpt2_accel.data.documents import CHUNK
 from gpt2_accel.runtime.files import first_line, parse_json
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # also before COMPRESSED
-ROWS_AT_ONCE = 256  # of Parquet
+ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # a suffix of COMPRESSED may follow
+ROWS_AT_ONCE = 256  # rows of a Parquet file that are decoded together
 
 
 def row_suffix(path: str | os.PathLike) -> str:

@@ -150,7 +150,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
             f"{path} is missing: remove the folder and prepare the data again"
         ) from None
     intact = size >= end
-    if intact and "offset" not in shard:  # of this format
+    if intact and "offset" not in shard:  # `ShardWriter` wrote it
         about = header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
         intact = size == end and header == HEADER.pack(MAGIC, *about)
     if not intact:
@@ -251,7 +251,8 @@ class TokenStream:
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns tokens [start, start + count) as (count,) int64, with the bits of version 2.
 
-        Raises the errors of `read_shard`, and `ValueError` if a token id is not below `vocab_size`.
+        Raises `ValueError` if a shard is not the listed one or a token id is not below
+        `vocab_size`, and `OSError` if a shard cannot be read.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         found = [np.empty(0, np.int64)]
@@ -328,7 +329,7 @@ def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def check_tokenizer(
     data_dir: str | Path, tokenizer: "PreTrainedTokenizerBase", model: str | Path
 ) -> None:
-    """Raises `ValueError` if the data was not made with `tokenizer`, that of `model`."""
+    """Raises `ValueError` if the data was not made with `tokenizer`, the tokenizer of `model`."""
     if fingerprint(tokenizer) != read_manifest(data_dir)["tokenizer"]["fingerprint"]:
         raise ValueError(
             f"{data_dir} was tokenized with another tokenizer than {model} has: prepare the text "
@@ -367,8 +368,8 @@ def verify_data(data_dir: str | Path) -> int:
 def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
     """Returns the parts of a mixture: folder, manifest and weight; the weights sum to 1.
 
-    Other data is one part, the folder itself. Raises the errors of `read_manifest` and
-    `check_same`, also if a part has changed since it was mixed.
+    Other data is one part, the folder itself. Raises `FileNotFoundError` without a manifest, and
+    `ValueError` if a manifest is damaged or a part has changed since it was mixed.
     """
     folder = folder_of(data_dir)
     manifest = read_manifest(data_dir)

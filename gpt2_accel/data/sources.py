@@ -164,8 +164,8 @@ def corpus_files(
     """Returns the sources of files: first plain text, then rows. `names` maps paths to names.
 
     Plain text is held out by a hash of the name. If the held-out share does not fit, the last
-    `VAL_SHARE` of each file is held out instead. The other arguments and the errors are those of
-    `row_files`.
+    `VAL_SHARE` of each file is held out instead. `row_files` describes the other arguments. Raises
+    `ValueError` if a row has no text in `column`.
     """
     splits: dict[Path, str | None] = {}
     rows = []
@@ -333,7 +333,7 @@ def hub_files(
         revision = data_set_info(name, revision).sha  # `datasets` retries for longer
     try:
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
-    except Exception as error:  # for an empty name, an IndexError
+    except Exception as error:  # several types; an empty name gives an IndexError
         raise ValueError(
             f"the data set {name} cannot be opened ({first_line(error)}): check its name, --config "
             "and --data_files, and the network; if it has a script, try --revision "
@@ -353,9 +353,9 @@ def hub_files(
 def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetInfo":
     """Returns the Hub's description of a data set, with its commit.
 
-    `options` are those of the client's `dataset_info`. It sends one request, so that a wrong name
-    or a missing network is reported within seconds. Raises `OSError` if the Hub has no such data
-    set or revision that may be read, or cannot be reached.
+    `options` go to the client's `dataset_info`. It sends one request, so that a wrong name or a
+    missing network is reported within seconds. Raises `OSError` if the Hub has no such data set or
+    revision that may be read, or cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -376,7 +376,8 @@ def one_text(path: str | Path | None = None) -> tuple[str, Source]:
     """Returns the text of the file `path`, by default tiny Shakespeare, and its source.
 
     The first 90% is for training, the rest for validation, as in nanoGPT. The source's name has the
-    file's name and the text's SHA-256. Raises the errors of `read_text` and `tiny_shakespeare`.
+    file's name and the text's SHA-256. Raises `OSError` if the text cannot be read, `ValueError` if
+    it is empty or not UTF-8.
     """
     text = tiny_shakespeare() if path is None else read_text(path)
     cut = int(len(text) * 0.9)

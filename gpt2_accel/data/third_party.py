@@ -44,7 +44,7 @@ U2 = np.dtype("<u2")
 U4 = np.dtype("<u4")
 HEADERS: dict[tuple, np.dtype] = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
 PROBED = 2048  # pairs of 16-bit values at each end of a file that show whether its ids are wider
-OWN_MAGIC = b"GPT2TOKS"  # of shards.py
+OWN_MAGIC = b"GPT2TOKS"  # shards.py writes it
 MOST_HELD_OUT = 10_000_000  # tokens
 GPT2_NAMES = "gpt2", "openai-community/gpt2"
 GPT2 = {
@@ -141,7 +141,7 @@ def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
     first = np.fromfile(path, U2, 2 * PROBED)
     last = np.fromfile(path, U2, 2 * PROBED, offset=4 * max(0, pairs - PROBED))
     upper = np.append(first[1::2], last[1::2])
-    if pairs and (upper < 4).all():  # as the upper halves of ids are
+    if pairs and (upper < 4).all():  # upper halves of 32-bit ids are that small
         raise ValueError(
             f"{path} holds token ids of more than 16 bits without a header: write them as llm.c "
             "does for Llama 3, or as uint16"
@@ -211,7 +211,7 @@ def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer in `folder` if there is one, else the tokenizer called `name`.
 
     `name` is GPT-2's, a directory, a Hub id or a `tokenizer.json`. Raises `FileNotFoundError` if it
-    is not found, and the errors of `load_tokenizer`.
+    is not found, `ValueError` if it encodes differently in `transformers`.
     """
     if folder.is_dir():
         return load_tokenizer(folder)

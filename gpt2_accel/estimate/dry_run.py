@@ -32,8 +32,8 @@ def estimate_run(config: TrainConfig) -> str:
     """Returns the summary of a run as text: parameters, tokens, FLOPs, memory and time.
 
     `config.dry_run` has a launch config (a file, or the name of a shipped one; default the launch
-    of this process) and a key of `GPUS`. Without a GPU's name the memory is that of the first of
-    `DEVICES`, or of a CPU if the launch uses one. Sets the length of the run in `config`. Reads
+    of this process) and a key of `GPUS`. Without a GPU's name it plans for the memory of the first
+    of `DEVICES`, or of a CPU if the launch uses one. Sets the length of the run in `config`. Reads
     only the manifest of the data.
 
     Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch
@@ -108,7 +108,7 @@ def set_length(config: TrainConfig) -> tuple[int, str]:
 
 def read_words(words: list[str]) -> tuple[Launch, str | None]:
     """Returns the launch and the GPU that the words of `--dry_run` name. Raises `ValueError` for
-    another word, and the errors of `read_launch`."""
+    another word or launch config, `FileNotFoundError` for a missing file."""
     launch = this_launch()
     gpu = None
     for word in words:
@@ -137,8 +137,8 @@ def this_launch() -> Launch:
 
 
 def read_launch(path: str) -> Launch:
-    """Returns the launch of an Accelerate config file. Raises `ValueError` for another file, and
-    the errors of `load_yaml`."""
+    """Returns the launch of an Accelerate config file. Raises `ValueError` for another file,
+    `FileNotFoundError` if it is missing."""
     values = load_yaml(path, "--dry_run")
     processes = values.get("num_processes")
     sharding = values.get("fsdp_config") or {}

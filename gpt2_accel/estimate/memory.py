@@ -82,9 +82,9 @@ def in_words(parts: dict[str, int]) -> str:
 
 
 def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Returns the model shape of `init_from`, or without it that of the settings.
+    """Returns the model shape of `init_from`, or without it the shape in the settings.
 
-    Raises the errors of `read_config`, and `ValueError` for LoRA without `init_from`.
+    Raises `ValueError` for LoRA without `init_from` and for a model that cannot be trained.
     """
     if config.init_from is None:
         if config.lora:
@@ -96,7 +96,7 @@ def model_shape(config: TrainConfig, vocab_size: int) -> ModelConfig:
 
 
 def planned_model(config: TrainConfig, shape: ModelConfig) -> LanguageModel:
-    """Returns the model of a run, on the meta device. Raises the errors of `add_lora`."""
+    """Returns the model of a run, on the meta device. Raises peft's errors for LoRA."""
     with torch.device("meta"):
         model = shape.build()
         if config.lora:
@@ -181,7 +181,7 @@ def fitting_batch_size(
     memory cannot be caught, so the estimate decides. Parameters and random states do not change.
     `packed`: batches have `documents`.
 
-    Raises `ValueError` if one sequence does not fit, and the errors of `batch_schedule`.
+    Raises `ValueError` if one sequence does not fit, or if `batch_schedule` refuses the settings.
     """
     device = accelerator.device
     processes = accelerator.num_processes

@@ -22,7 +22,7 @@ from gpt2_accel.runtime.progress import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_NEW_TOKENS = 256  # of an answer
+MAX_NEW_TOKENS = 256  # the longest answer
 BATCH_SIZE = 64  # answers that are generated at once
 
 
@@ -105,7 +105,7 @@ def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
 def read_question(
     item: Item, tokenizer: "PreTrainedTokenizerBase", n_positions: int
 ) -> ChatQuestion:
-    """Returns the question of an item. Raises the errors of `ChatAnswers`."""
+    """Returns the question of an item. Raises `ValueError` if it has no prompt or answer."""
     prompt = item.field("prompt", str | list)
     answer = item.field("answer", str)
     group = item.field("group", str) if "group" in item.fields else ""

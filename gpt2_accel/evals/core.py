@@ -98,7 +98,7 @@ def open_bundle(source: str | Path | None = None) -> Path:
 def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
     """Reads the tasks of a bundle, each with the first `limit` of its shuffled items.
 
-    Raises the errors of `load_yaml` and `read_items`.
+    Raises `OSError` or `ValueError` if a file is missing, damaged or empty.
     """
     with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
         guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
@@ -121,8 +121,8 @@ def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
 class Core:
     """The `Evaluation` on the tasks of the bundle in a folder, at most `limit` items of each.
 
-    A prompt of more than `config.n_positions` tokens is cut from the left. Raises the errors of
-    `read_tasks`.
+    A prompt of more than `config.n_positions` tokens is cut from the left. Raises `OSError` or
+    `ValueError` if a file is missing, damaged or empty.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Core:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
         """Returns `core/core` and each task's accuracy `core/TASK`, with standard errors, and the
-        counts of `question`. Raises the errors of `question`."""
+        counts of `question`. Raises `ValueError` if nothing precedes scored tokens."""
         parts: dict[str, dict[str, list]] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:

@@ -15,8 +15,8 @@ def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
     `loss_stderr`.
 
     nats: (n,), the sum of each sample; tokens: (n,), the number of tokens of each sample. Every
-    token has the same weight. The standard error is that of a ratio of two sums (Cochran, Sampling
-    Techniques, 1977, section 2.11). Raises `ValueError` if there are no tokens.
+    token has the same weight. The standard error uses the formula for a ratio of two sums (Cochran,
+    Sampling Techniques, 1977, section 2.11). Raises `ValueError` if there are no tokens.
     """
     total = sum(tokens)
     n = len(nats)

@@ -1,7 +1,7 @@
 """HellaSwag (Zellers et al., 2019): choose one of four endings. Completion style: each ending is
 scored as text.
 
-Context and ending are those of the data set, as in build-nanogpt and llm.c. `acc` chooses the
+Context and ending are the data set's, unedited, as in build-nanogpt and llm.c. `acc` chooses the
 ending with the highest likelihood. Longer endings are less likely, so `acc_norm` divides the
 log-likelihood by the length in tokens (`acc_norm_per_token`, the acc_norm of build-nanogpt and
 llm.c) or in characters (`acc_norm_per_char`, as in lm-evaluation-harness, which edits the texts).

@@ -57,8 +57,8 @@ def encode_question(
     the middle of a document (see `text_start`).
 
     Spaces at the end of the context move to the continuations, as in lm-evaluation-harness. Raises
-    `ValueError` with `place` if the context or a continuation is blank or has no tokens of its own,
-    and the errors of `encode`.
+    `ValueError` with `place` if the context or a continuation is blank, has no tokens of its own or
+    a character that is not in the vocabulary.
     """
     texts = [context.rstrip()]
     for text in continuations:

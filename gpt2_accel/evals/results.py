@@ -11,7 +11,7 @@ Rows = Mapping[str, Sequence[str]]  # row title -> cells
 
 def markdown(heads: Sequence[str], rows: Rows) -> str:
     """Returns a Markdown table whose columns are aligned in plain text. The first of `heads` is
-    that of the row titles."""
+    the head of the row titles."""
     lines = [list(heads)]
     for title, cells in rows.items():
         line = [title]

@@ -84,7 +84,8 @@ def validation_loss(
     measure: Measure = token_losses,
 ) -> dict[str, float]:
     """Returns the loss of the prepared `model` on the windows of `loader`, or an empty result if
-    interrupted. The arguments and errors are those of `per_window`.
+    interrupted. `per_window` describes the arguments. Raises `UnreadableData` on all ranks if
+    one cannot read its windows.
 
     With the default `prefix` and `measure`:
     - `val/loss`: mean over counted targets, in nats, and `val/loss_stderr`, its standard error over

@@ -25,7 +25,7 @@ def answer(
 
     `messages` is the full conversation, which ends with the user's. A quarter of the model's
     positions is kept free for the answer, or fewer if `sampling` wants fewer. The answer ends at
-    the last position. Raises the errors of `drop_oldest_turns`.
+    the last position. Raises `ValueError` if the last turn is too long or refused.
     """
     n_positions = model.config.n_positions
     room = min(sampling.max_new_tokens, n_positions // 4)
@@ -45,7 +45,7 @@ def drop_oldest_turns(
 
     Returns the messages and the number of their tokens. The system prompt and the last turn stay.
     The number of renderings is logarithmic in the number of turns. Raises `ValueError` if the last
-    turn is too long, and the errors of `encode_prompt`.
+    turn is too long or refused.
     """
     turns = list(messages)
     system: list[Message] = []

@@ -38,9 +38,9 @@ def load(
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
-    the weights is one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. Raises
-    `ValueError` for another dtype, and the errors of `verified_directory`, which takes `verify`,
-    `from_pretrained` and `load_tokenizer`.
+    the weights is one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. `verify` as in
+    `verified_directory`. Raises `FileNotFoundError` if there is no model or tokenizer, and
+    `ValueError` for another dtype or a damaged or unsupported model.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
@@ -112,7 +112,8 @@ def complete(
 ) -> list[Completion]:
     """Returns `sampling.num_samples` continuations of each prompt, in order.
 
-    An empty prompt starts a new text. Raises the errors of `encode_prompt` and of `tokens`.
+    An empty prompt starts a new text. Raises `ValueError` for a prompt that cannot be encoded, and
+    for logits that are not finite.
     """
     written = stream(model, tokenizer, prompts, sampling)
     return deque(written, maxlen=1).pop() if prompts else []
@@ -186,8 +187,8 @@ def user_turn(text: str) -> list[dict[str, str]]:
 def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes the token that begins documents.
 
-    Raises `ValueError` for an empty prompt without such a token, and the errors of `encode` and
-    `prompt_tokens`.
+    Raises `ValueError` for an empty prompt without such a token, a character that is not in the
+    vocabulary, or a conversation that `prompt_tokens` refuses.
     """
     if not isinstance(prompt, str):
         return prompt_tokens(tokenizer, prompt)

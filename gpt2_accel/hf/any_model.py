@@ -43,7 +43,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
     shape = AnyConfig(config.to_dict(), attention, f"transformers' {name}: {note}")
     try:
         later = sees_later_tokens(shape)
-    except Exception as error:  # of the class
+    except Exception as error:  # classes raise many types
         raise ValueError(f"{name} fails on a text with this config: {sentence(error)}") from error
     if later:
         raise ValueError(
@@ -84,7 +84,7 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
 def open_class(directory: Path, **options: Any) -> Any:
     """Opens a directory with the class of `transformers`, in fp32.
 
-    `options` are those of its `from_pretrained`, which may return a pair.
+    `options` go to its `from_pretrained`, which may return a pair.
     """
     from transformers import AutoModelForCausalLM
 

@@ -52,8 +52,8 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     then the end of a turn, and `pad_token` another token. New tokens come after the old ones, whose
     ids do not change.
 
-    Raises `ValueError` if the own template is not suitable for training, and the errors of
-    `model_tokenizer`.
+    Raises `ValueError` if the template is not suitable for training or the model cannot be trained,
+    `FileNotFoundError` if it has no tokenizer or weights.
     """
     tokenizer = model_tokenizer(name)
     if chatml or tokenizer.chat_template is None:
@@ -72,8 +72,8 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
     """Returns the token that ends the assistant's turn: the last that the chat template marks.
 
     It is an added token. Raises `ValueError` if the model `name` cannot be trained with the
-    template. The conditions are those of TRL for training on the assistant's tokens, and that the
-    template marks all answers.
+    template. The template must mark all answers and meet TRL's conditions for training on the
+    assistant's tokens.
     """
     try:
         # Two rows each: the ids of the tokens, and which of them count.

@@ -24,8 +24,8 @@ from gpt2_accel.models.any_model import AnyModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS = 64  # that both models read, at most
-LIMIT = 1e-4  # of the logits' standard deviation; rounding in fp32 is about 3e-6
+TOKENS = 64  # both models read at most so many
+LIMIT = 1e-4  # largest difference, in standard deviations of the logits; fp32 rounding: 3e-6
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ModelFiles:
         """Writes the directory of a model in host memory.
 
         The first time it compares the tensors' names and shapes, writes the directory, and compares
-        the logits. Raises the errors of `save_pretrained`.
+        the logits. Raises `ValueError` if the tokenizer does not fit the model.
         """
         if isinstance(model, AnyModel):
             self.compared = True  # it is a class of transformers
@@ -79,7 +79,7 @@ class ModelFiles:
 def unknown_tensors(model: LanguageModel) -> str:
     """Returns why `transformers` has no model with these tensors.
 
-    Empty if the names and shapes are those of its model. Takes no memory for weights.
+    Empty if its model has the same names and shapes. Takes no memory for weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def difference(model: LanguageModel, directory: Path) -> float:
     The unit is the logits' standard deviation. The model is on the CPU, `transformers` opens the
     directory, and both compute in fp32. The document mask, a setting of training, is left out.
     """
-    theirs = open_class(directory).eval()  # in fp32: for bf16 it would change the default dtype
+    theirs = open_class(directory).eval()  # fp32: bf16 would change the default dtype
     config = model.config
     generator = torch.Generator().manual_seed(0)
     shape = 1, min(TOKENS, config.n_positions)

@@ -65,8 +65,8 @@ def save_pretrained(
     `training` is the card's section about the training, `name` the model's name in it, by default
     the directory. The files have the dtype of the weights. Each file is replaced atomically, so a
     directory in use never holds an incomplete file. There is no second copy of the weights in
-    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, and the
-    errors of `save_tokenizer`.
+    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, or does
+    not encode equally when `AutoTokenizer` loads it.
     """
     from transformers import GenerationConfig
 
@@ -117,7 +117,7 @@ def save_pretrained(
         if custom:  # after the tokenizer, which AutoTokenizer would load with a warning
             own = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
             write_json(folder / "config.json", own | ids)
-        Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # of the replaced files
+        Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # it lists the old files
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # the shards of an earlier model, and their index
             old.unlink()
@@ -218,7 +218,7 @@ def from_pretrained(
 def load_weights(model: LanguageModel, directory: Path) -> None:
     """Loads the weights of a directory into a model on the CPU.
 
-    Raises `ValueError` if they are not those of such a model.
+    Raises `ValueError` if they do not fit the model.
     """
     tensors = read_tensors(weight_files(directory))
     custom = is_custom(directory)
@@ -301,7 +301,7 @@ def local_directory(name: str | Path, patterns: Sequence[str] = hub.MODEL_FILES)
 def model_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a model, an HF directory or Hub id, if the model can be trained.
 
-    Raises the errors of `read_config`, `weight_files` and `load_tokenizer`.
+    Raises `ValueError` if it cannot, `FileNotFoundError` if its tokenizer or weights are missing.
     """
     directory = local_directory(name)
     read_config(directory)
@@ -335,7 +335,7 @@ def read_config(
                 return found
             note = found
         if dropout:
-            raise ValueError("the rates of dropout are those of config.json: give --dropout 0")
+            raise ValueError("the model takes its dropout rates from config.json: give --dropout 0")
         return any_config(values, note, attention)
     except Exception as error:  # HF's classes raise several types
         raise ValueError(f"{directory / 'config.json'}: {sentence(error)}") from error

@@ -22,7 +22,7 @@ tags: [gpt2_accel]
 
 Token shards of gpt2_accel.
 
-- Source: {manifest[source]}. The license is that of the source: check it, and name it here.
+- Source: {manifest[source]}. The source's license applies: check it, and name it here.
 - Tokenizer: {manifest[tokenizer][name]}, {manifest[tokenizer][vocab_size]:,} tokens
 - Training split: {manifest[splits][train][tokens]:,} tokens
 
@@ -35,8 +35,8 @@ def open_hub(data_dir: str | Path) -> None:
     """Downloads data on the Hub, `hub:USER/NAME[@REVISION]`, into `folder_of(data_dir)`.
 
     Does nothing for a folder. Existing data is not downloaded again, so that a run that resumes
-    reads the same commit. One process of a machine downloads, the others wait. Raises the errors of
-    `pull_data`.
+    reads the same commit. One process of a machine downloads, the others wait. Raises `OSError` and
+    `ValueError` as `pull_data` does.
     """
     if not str(data_dir).startswith(HUB):
         return
@@ -52,7 +52,7 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
 
     Prints the size first. A download that was interrupted continues. Returns the manifest. Raises
     `OSError` if the Hub has no such data or cannot be reached, `ValueError` if it is not prepared
-    data, and the errors of `verify_data`.
+    data or a file is damaged.
     """
     from huggingface_hub import snapshot_download
 

@@ -1,7 +1,7 @@
 """Low-rank adaptation (LoRA; Hu et al., 2021, arXiv:2106.09685) by `peft`, on a class of
 `transformers`.
 
-An adapter's directory is that of `peft`: `adapter_config.json`, which names the base model, and
+An adapter's directory has `peft`'s files: `adapter_config.json`, which names the base model, and
 `adapter_model.safetensors`. The base model does not change.
 """
 
@@ -46,7 +46,7 @@ def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base
     """Adds a new adapter to the linear layers and experts, without head and routers.
 
     From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
-    and the head. `base` is the model as `base_of` returns it. Raises the errors of peft.
+    and the head. `base` is the model as `base_of` returns it. Raises peft's errors.
     """
     peft = peft_library()
     inner = model.inner

@@ -110,8 +110,8 @@ def model_card(
     """Returns the `README.md` of a model directory: metadata for the Hub, text, a code example.
 
     `name` is the repository id, or the folder's name; `description` is the model in words,
-    `model_type` that of its config. `chat`: its tokenizer has a chat template. `custom` is the
-    reason why `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute
+    `model_type` its type in `config.json`. `chat`: its tokenizer has a chat template. `custom` is
+    the reason why `transformers` cannot open it, `adapter` the code that opens an adapter. Absolute
     paths in the training data and the settings are shortened to their last part.
     """
     from huggingface_hub import ModelCard, ModelCardData

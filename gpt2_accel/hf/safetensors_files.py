@@ -20,7 +20,7 @@ SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors of `SAFETENSORS_DTYPES`, one at a time.
 
-    The file equals that of `safetensors.torch.save_file` to the byte. That function needs all
+    The file equals the file of `safetensors.torch.save_file` to the byte. That function needs all
     tensors contiguous in host memory at once, for GPT-2's transposed views and padded embedding a
     second copy: it took 1.08 times the 124M's size in additional memory, this function 0.02 times.
     Format: https://huggingface.co/docs/safetensors.

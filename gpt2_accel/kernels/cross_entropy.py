@@ -20,7 +20,7 @@ from gpt2_accel.kernels.compile import fused
 from gpt2_accel.rounding import ceil_div
 
 LOGITS_AT_ONCE = 2**25  # elements, on a CPU: 667 rows of GPT-2's vocabulary
-ROWS_IN_CACHE = 32  # of GPT-2's vocabulary in bf16: 1.6 MB for each of 2 cores
+ROWS_IN_CACHE = 32  # rows of GPT-2's bf16 logits: 1.6 MB for each of 2 cores
 # In fp16 numbers below 6e-8 are zero, and so are many of 50,257 probabilities. Times 4 fewer are,
 # and the sum of a chunk's column is still finite.
 FP16_SCALE = 4.0
@@ -154,11 +154,11 @@ def chunked_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes two sums over rows, and the gradients of the first plus `z_loss` times the second.
 
-    The sums, (2,), are those of the cross-entropy and of the squares of the log-sum-exp. x: (N, C),
-    in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which the
-    gradient of each row's loss is multiplied. Returns the sums and the gradients of x, (N, C), and
-    of the weight, (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are in memory at a
-    time. `compiled` fuses the elementwise operations.
+    The sums, (2,): the cross-entropy, and the squares of the log-sum-exp. x: (N, C), in the dtype
+    of the products; weight: (V, C); targets: (N,); factors: (N,), by which the gradient of each
+    row's loss is multiplied. Returns the sums and the gradients of x, (N, C), and of the weight,
+    (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are in memory at a time.
+    `compiled` fuses the elementwise operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
@@ -195,7 +195,7 @@ def chunked_cross_entropy(
             log_sum = torch.cat(
                 [gradient_(part, scale, z_loss, soft_cap) for part in logits.split(at_once)]
             )
-            gradient = logits  # by now
+            gradient = logits  # `gradient_` has overwritten them
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
             squares += log_sum.square().masked_fill(~counts, 0).sum()
@@ -243,8 +243,8 @@ def scaled_gradient_(
     """Replaces logits, (rows, V), by softmax · (1 + 2 · `z_loss` · log-sum-exp) · `scale`: the
     gradient except at the target. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
 
-    With `soft_cap` the softmax and log-sum-exp are those of the capped logits, and the gradient is
-    that of the logits before the cap.
+    With `soft_cap` the softmax and log-sum-exp are computed from the capped logits, the gradient
+    for the logits before the cap.
     """
     x = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), soft_cap)
     # Not `logsumexp`: inductor then reads the logits twice instead of three times.

@@ -133,7 +133,7 @@ class Trainable(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     @property
-    def forward(self) -> Callable[..., Any]: ...  # as `LanguageModel.forward`
+    def forward(self) -> Callable[..., Any]: ...  # see `LanguageModel.forward`
     def tie_weights(self) -> None: ...
 
 
@@ -165,7 +165,7 @@ class LanguageModel(nn.Module):
     def init_weights(self) -> None:
         """Initialises the weights, unless they are on the meta device.
 
-        Matrices and embeddings are N(0, 0.02), those of `residual` N(0, 0.02 / sqrt(2·n_layer)),
+        Matrices and embeddings are N(0, 0.02), matrices in `residual` N(0, 0.02 / sqrt(2·n_layer)),
         biases 0 and gains of norms 1. Sources: the GPT-2 paper, section 2.3; for the 0.02 OpenAI's
         released code and `initializer_range` in transformers' `LlamaConfig` and `Qwen3Config`.
         """
@@ -208,7 +208,7 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 
-        The arguments are those of `forward`. Positions may also be (T,), the mask a `BlockMask`.
+        `forward` describes the arguments. Positions may also be (T,), the mask a `BlockMask`.
         """
         raise NotImplementedError
 
@@ -247,10 +247,10 @@ class LanguageModel(nn.Module):
           texts are not contiguous. attention_mask is (B, 1, T, T) bool, True where attended.
         - logits_to_keep: computes the logits of that many last positions only, whose `targets` are
           given; 0 computes all.
-        - cache: from `new_cache`, holds the keys and values of the tokens before, and gets those of
-          `input_ids`. It needs `position_ids`, and an `attention_mask`, (B, 1, T, keys), over all
-          keys that it returns; None for an empty cache and for a single token, if no row has
-          padding.
+        - cache: from `new_cache`, holds the keys and values of the tokens before; the forward
+          appends the keys and values of `input_ids`. It needs `position_ids`, and an
+          `attention_mask`, (B, 1, T, keys), over all keys that it returns; None for an empty cache
+          and for a single token, if no row has padding.
 
         The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
         to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`, or for
@@ -272,7 +272,7 @@ class LanguageModel(nn.Module):
         vocab_size = self.config.vocab_size
         soft_cap = self.config.soft_cap
         if targets is None:
-            logits = F.linear(x, weight)  # of all rows, which are aligned in memory
+            logits = F.linear(x, weight)  # includes the padding rows: aligned memory
             return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
         return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
 

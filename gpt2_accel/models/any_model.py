@@ -186,7 +186,7 @@ def plain_head(shape: AnyConfig) -> bool:
 
 @torch.no_grad()
 def sees_later_tokens(shape: AnyConfig) -> bool:
-    """Whether the logits of a class depend on later tokens, as those of BERT do."""
+    """Whether the logits of a class depend on later tokens, as BERT's do."""
     model = random_model(shape.sample())
     input_ids = torch.arange(1, 17)[None]
     first = model(input_ids, use_cache=False).logits[:, :-1]
@@ -312,7 +312,7 @@ class AnyModel(LanguageModel):
         if not balanced or aux_loss is None:  # no experts
             return loss
         figure = aux_loss.detach()
-        if isinstance(loss, tuple):  # with z_loss
+        if isinstance(loss, tuple):  # z_loss returns its own figure
             loss, figure = loss
         return loss + self.aux_coefficient * aux_loss, figure
 
@@ -336,7 +336,7 @@ def documents_cross(
     """Whether attention crosses from one document to the next although positions restart.
 
     Compares two rows of documents with the documents alone, in fp32 and training mode, and the
-    error with that of positions that run on. `backend` is that of `torch.compile`, None for eager.
+    error with the error of positions that run on. `backend` is for `torch.compile`, None for eager.
     """
     sample = shape.sample()
     model = AnyModel(sample, random_model(sample)).train()

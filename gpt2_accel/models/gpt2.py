@@ -1,9 +1,9 @@
 """GPT-2 as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
-The architecture is that of "Language Models are Unsupervised Multitask Learners" (Radford et al.,
-2019) as OpenAI released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the
-output head tied to the token embedding. Names follow Hugging Face's GPT-2, so conversion
-(`hf/gpt2.py`) is four transposes per block.
+The architecture of "Language Models are Unsupervised Multitask Learners" (Radford et al., 2019) as
+OpenAI released it: pre-LayerNorm blocks, tanh-approximated GELU, learned positions, the output head
+tied to the token embedding. Names follow Hugging Face's GPT-2, so conversion (`hf/gpt2.py`) is four
+transposes per block.
 
 `parts.py` calls the faster attention and loss of `kernels/`, next to the plain PyTorch that they
 replace. `GPT2_ACCEL_KERNELS=off` turns them off.

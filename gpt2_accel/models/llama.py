@@ -1,7 +1,7 @@
 """Llama as one readable `nn.Module`: config, initialisation and forward, in plain PyTorch.
 
-The architecture is that of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al.,
-2023, arXiv:2302.13971) as in Hugging Face's `LlamaForCausalLM`, which SmolLM2 and TinyLlama use:
+The architecture of "LLaMA: Open and Efficient Foundation Language Models" (Touvron et al., 2023,
+arXiv:2302.13971) as in Hugging Face's `LlamaForCausalLM`, which SmolLM2 and TinyLlama use:
 pre-RMSNorm blocks, rotary positions, grouped-query attention, SwiGLU, no biases, an output head
 that may be tied to the token embedding. Names are Hugging Face's below `model.`, so conversion
 changes nothing but vocabulary padding.
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         mask: Mask | None = None,
         past: Past | None = None,
     ) -> torch.Tensor:
-        """x: (B, T, C) -> (B, T, C). `angles` are those of `rotary_angles`.
+        """x: (B, T, C) -> (B, T, C). `angles`: from `rotary_angles`.
 
         `mask` is a `BlockMask`, or (B, 1, T, keys) bool, True where attended. None is the causal
         mask. `past` holds the keys and values of the tokens before.

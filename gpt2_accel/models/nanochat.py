@@ -1,6 +1,6 @@
 """nanochat's model, a `models/llama.py` with other norms, rotation, MLP and logits.
 
-The architecture is that of karpathy/nanochat as in Hugging Face's `NanoChatForCausalLM`.
+The architecture of karpathy/nanochat as in Hugging Face's `NanoChatForCausalLM`.
 Differences from Llama:
 - no norm has weights, and the token embedding is normalised too;
 - the rotation turns by the negative angle, and queries and keys are normalised after it;
@@ -22,10 +22,10 @@ from gpt2_accel.models.parts import rms_norm, rotate
 
 @dataclass
 class NanochatConfig(llama.LlamaConfig):
-    """The shape of a nanochat; the defaults are those of karpathy/nanochat-d32.
+    """The shape of a nanochat; the defaults are karpathy/nanochat-d32's.
 
-    It has the fields and errors of `LlamaConfig`, and `soft_cap`: logits become `soft_cap` ·
-    tanh(logits / `soft_cap`); None does not cap them. Raises `ValueError` if it is not positive.
+    It adds `soft_cap` to `LlamaConfig`: logits become `soft_cap` · tanh(logits / `soft_cap`); None
+    does not cap them. Raises `ValueError` if it is not positive.
     """
 
     architecture = "nanochat"

@@ -22,7 +22,7 @@ class Past(Protocol):
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends the keys and values of new tokens, (B, H, T, D); returns those of all tokens."""
+        """Appends keys and values of new tokens, (B, H, T, D); returns all keys and values."""
 
 
 class Embedding(nn.Embedding):

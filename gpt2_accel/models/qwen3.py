@@ -1,7 +1,7 @@
 """Qwen3, a `models/llama.py` that normalises queries and keys.
 
-The architecture is that of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as in
-Hugging Face's `Qwen3ForCausalLM`. Shape letters as in `models/llama.py`.
+The architecture of "Qwen3 Technical Report" (Yang et al., 2025, arXiv:2505.09388) as in Hugging
+Face's `Qwen3ForCausalLM`. Shape letters as in `models/llama.py`.
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def muon_step(self, group: dict) -> None:
-        """Updates the matrices of `group`, those of one shape in one batch.
+        """Updates the matrices of `group`, all matrices of one shape in one batch.
 
         A CPU is slow at many small products.
         """

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA's and AMD's drivers, and of WSL
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # devices of NVIDIA, AMD and WSL
 
 
 def may_have_gpu() -> bool:

@@ -246,7 +246,7 @@ def reports_out_of_memory(device: torch.device) -> bool:
 
 @overridable
 def total_memory(device: torch.device | None = None) -> int:
-    """Returns the bytes of a CUDA device's memory, else those of the machine's memory."""
+    """Returns the memory of a CUDA device, otherwise of the machine, in bytes."""
     if device is not None and device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total

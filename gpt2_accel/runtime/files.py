@@ -61,7 +61,7 @@ def write_json(path: str | Path, value: object) -> None:
 
 @contextmanager
 def atomic_files(directory: str | Path) -> Iterator[Path]:
-    """Yields an empty folder whose files replace those of `directory` when the block ends.
+    """Yields an empty folder whose files replace the files of `directory` when the block ends.
 
     Each file is replaced atomically, after all are synced to disk; none if the block raises. The
     last in the alphabet is first, so that a `config.json` always has its `model.safetensors`.
@@ -80,8 +80,8 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
 def atomic_directory(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
     """Yields an empty folder that becomes `path` when the block ends, synced to disk.
 
-    If the block or the replacement raises, `path` is unchanged. Without `replace` it raises the
-    errors of `check_unused`.
+    If the block or the replacement raises, `path` is unchanged. Without `replace` it raises
+    `FileExistsError` if `path` is not an unused folder.
     """
     if not replace:
         check_unused(path)
@@ -207,7 +207,7 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
             yield
         except BaseException:
             with suppress(OSError):
-                own = lock_id(folder) == held  # not that of another process in a new folder
+                own = lock_id(folder) == held  # False: another process locks a new folder
                 if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
                     (folder / LOCK).unlink()
                     for path in created:

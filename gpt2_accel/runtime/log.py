@@ -66,7 +66,7 @@ class RunLog(AbstractContextManager):
                 for name, value in line.items():
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
-        self._measured = (self.tokens, self.seconds)  # at the last line of figures
+        self._measured = (self.tokens, self.seconds)  # values in the last line of figures
         self._best = 0.0  # tokens per second
         self.resume()
         return self
@@ -242,5 +242,5 @@ class Status:
             status = self._state | {"step": self.step(), "time": now}
             try:
                 write_json(self.run_dir / "status.json", status)
-            except OSError as failure:  # for example a full disk; must not hide why the run ended
+            except OSError as failure:  # such as a full disk; must not hide why the run ended
                 print(f"could not write {sentence(failure)}", file=sys.stderr)

@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
     """Returns the function that parses a word for a setting, and the word's name in `--help`.
 
-    `hint` is the setting's type; for a list and an optional type, that of an item.
+    `hint` is the setting's type; for a list and an optional type, an item's type.
     """
     if name == "micro_batch_size":
         return batch_size, "N"

@@ -114,9 +114,9 @@ def all_or_none() -> Iterator[None]:
 def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[], bool]:
     """Returns a function that reports whether `flag()` is true on any rank.
 
-    All ranks call it equally often. With several processes, or on a GPU, its answer is that of the
-    previous call: the host waits until the device has done the work queued before that call, not
-    later work.
+    All ranks call it equally often. With several processes, or on a GPU, it returns the answer of
+    the previous call: the host waits until the device has done the work queued before that call,
+    not later work.
     """
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
         return flag

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 class Progress(tqdm):
     """A `tqdm` bar as wide as the terminal, which disappears at the end; lines without a terminal.
 
-    `total` is None if unknown. `options` are those of `tqdm`. Shows nothing if `shown` is False.
+    `total` is None if unknown. `options` go to `tqdm`. Shows nothing if `shown` is False.
     """
 
     def __init__(self, title: str, total: float | None, *, shown: bool = True, **options: Any):

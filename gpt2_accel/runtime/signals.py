@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Accelerate's and torch's launchers set these in each process that they start.
 LAUNCHERS = {"ACCELERATE_DYNAMO_MODE", "TORCHELASTIC_RUN_ID"}
 DRIVER = "GPT2_ACCEL_DRIVER"  # the variable with the process id of the study that started this one
-exit_code = 0  # of this process, by the signal that has stopped its run
+exit_code = 0  # this process ends with it; the signal that stopped its run sets it
 
 
 class StopRequest:
@@ -129,10 +129,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Ignores errors of a closed terminal or pipe on stdout and stderr in the block.
-
-    Also at the end of the process.
-    """
+    """Ignores a closed stdout or stderr, in the block and at the end of the process."""
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
         lasting = [LastingStream(stream or nowhere) for stream in before]
@@ -154,7 +151,7 @@ class LastingStream:
     def __init__(self, stream: Any):
         self._stream = stream
         with suppress(AttributeError, OSError):
-            stream.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
+            stream.reconfigure(errors="backslashreplace")  # a terminal may not be UTF-8
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

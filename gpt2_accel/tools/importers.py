@@ -24,7 +24,7 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
     The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU.
     The models of nanoGPT's first weeks used GPT-2's approximation, which their files do not record.
 
-    Raises the errors of `load_pickle`, and `ValueError` for another kind of checkpoint.
+    Raises `FileNotFoundError`, or `ValueError` if it is damaged or another kind of checkpoint.
     """
     path = Path(path)
     checkpoint = load_pickle(path)
@@ -52,7 +52,7 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
         ) from error
     converted = {}
     for key, tensor in tensors.items():
-        name = re.sub(r"^(module\.|_orig_mod\.)+", "", key)  # of DDP and `torch.compile`
+        name = re.sub(r"^(module\.|_orig_mod\.)+", "", key)  # DDP and `torch.compile` add them
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[: config.vocab_size]
         converted[name] = tensor.t() if name.endswith(MATRICES) else tensor

@@ -169,7 +169,7 @@ def same_tokenizer(runs: list[RunFolder]) -> bool:
 
 
 def comparable(runs: list[RunFolder]) -> list[str]:
-    """Returns the names of the runs' metrics, except those of training and standard errors, and
+    """Returns the names of the runs' metrics, except training metrics and standard errors, and
     except per-token metrics if the tokenizers differ."""
     left_out = ["_stderr"]
     if not same_tokenizer(runs):

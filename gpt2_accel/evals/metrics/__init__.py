@@ -34,7 +34,7 @@ def combine(
         with TemporaryDirectory() as folder:
             for name, columns in parts.items():
                 metric = metric_class(keep_in_memory=True, cache_dir=folder)
-                metric.config_name = name  # as an argument it would be part of a path
+                metric.config_name = name  # the constructor would put it into a path
                 results |= metric.compute(**columns, **options)
     [results] = broadcast_object_list([results])
     return {f"{prefix}/{name}": value for name, value in results.items()}

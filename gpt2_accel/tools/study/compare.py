@@ -86,7 +86,7 @@ class Study:
 def read_study(path: Path, recipes: Path) -> Study:
     """Reads a study's YAML file. A recipe that is not a `.py` file is one of the folder `recipes`.
 
-    Raises `FileNotFoundError` if the file or the recipe is missing, and the errors of `Study`.
+    Raises `FileNotFoundError` if the file or the recipe is missing, `ValueError` for wrong values.
     """
     values = load_yaml(str(path), "STUDY.yaml")
     names = [part.name for part in fields(Study)]
@@ -188,8 +188,8 @@ def seed_points(study: Study, tuned: Mapping[str, Settings]) -> list[Point]:
 
 
 def compare(study: Study, queue: Queue) -> str:
-    """Trains the runs of a study and returns the outcome as Markdown. Raises the errors of `plan`
-    and `Queue.run`."""
+    """Trains the runs of a study and returns the outcome as Markdown. Raises `ValueError` for
+    settings that the recipe refuses, and `OSError` if the folder cannot be written."""
     tuned, remarks = tune_variants(study, queue)
     points = seed_points(study, tuned)
     trials = plan(study, points)

@@ -50,7 +50,7 @@ COLUMNS = [
     "bits_per_byte",
     "code",
 ]
-Row = Mapping[str, Any]  # of the table, by `COLUMNS`
+Row = Mapping[str, Any]  # a row of the table: `COLUMNS` -> value
 
 
 def result_row(trial: Trial, folder: Path) -> Row | None:

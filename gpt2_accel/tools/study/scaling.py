@@ -30,9 +30,9 @@ for doubling in range(7):
     WIDTHS += [quarter * 16 * 2**doubling for quarter in (4, 5, 6, 7)]
 WIDTHS.append(8192)
 SIZES = 7  # per budget
-TOKENS_PER_PARAMETER = 20  # of the middle size
-FEWEST_UPDATES = 20  # of a run
-FEWEST_RUNS = 8  # for a fit
+TOKENS_PER_PARAMETER = 20  # the middle size's
+FEWEST_UPDATES = 20  # a run has at least so many
+FEWEST_RUNS = 8  # a fit needs at least so many
 FEWEST_BUDGETS = 2
 # Data that is repeated more often is worth less (Muennighoff et al., 2023, arXiv:2305.16264).
 MAX_EPOCHS = 4.0
@@ -40,13 +40,13 @@ MAX_EPOCHS = 4.0
 # widths of 32 to 128 with 1M tokens (docs/scaling.md).
 LEARNING_RATE = 0.0165
 WIDTH_EXPONENT = 0.5
-WEIGHT_DECAY = 0.3  # of a run of 2M tokens with 2,048 per update
+WEIGHT_DECAY = 0.3  # the reference run's: 2M tokens, 2,048 per update
 BATCH_EXPONENT = 0.383  # the batch grows as tokens^BATCH_EXPONENT
-TOKENS = 2_000_000  # of the reference run, to which rate, decay and batch belong
+TOKENS = 2_000_000  # the reference run's, which has this rate, decay and batch
 BATCH = 2048
 WIDTH = 64
 WARMUP_SHARE = 0.01  # share of the updates
-STARTS = list(itertools.product((0.2, 0.4, 0.8), repeat=2))  # of alpha and beta
+STARTS = list(itertools.product((0.2, 0.4, 0.8), repeat=2))  # (alpha, beta)
 LEAST = 0.02  # bounds of alpha and beta
 MOST = 3.0
 EXACT = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14, "max_nfev": 10_000}
@@ -78,8 +78,8 @@ def settings_for(width: int, tokens: float, batch: int, learning_rate: float) ->
     `learning_rate` is the peak at a width of 64 with 2,048 tokens per update.
 
     The rate is proportional to the square root of the batch (Malladi et al., 2022,
-    arXiv:2205.10287) and inversely to that of the width. The weight decay is proportional to the
-    square root of the batch and inversely to the tokens, as in nanochat.
+    arXiv:2205.10287) and inversely to the square root of the width. The weight decay is
+    proportional to the square root of the batch and inversely to the tokens, as in nanochat.
     """
     updates = max(1, round(tokens / batch))
     root = math.sqrt(batch / BATCH)
@@ -173,9 +173,8 @@ class Grid:
     """The runs of a scaling study, which `queue` trains: `sizes` of `WIDTHS` for each of `budgets`,
     in FLOPs.
 
-    All runs derive from the trial `base`; `learning_rate` is that of `settings_for`. Raises
-    `ValueError` if a run has fewer than `FEWEST_UPDATES` or reads the data more than `max_epochs`
-    times.
+    All runs derive from the trial `base`; `learning_rate` as in `settings_for`. Raises `ValueError`
+    if a run has fewer than `FEWEST_UPDATES` or reads the data more than `max_epochs` times.
     """
 
     base: Trial

@@ -56,7 +56,7 @@ class Trial:
 
     @cached_property
     def shape(self) -> ModelConfig:
-        """The shape of the model. Raises the errors of `model_shape`."""
+        """The shape of the model. Raises `ValueError` if it cannot be built."""
         return shape_of(self.config)
 
     @property
@@ -100,7 +100,7 @@ def short_hash(text: str) -> str:
 
 
 def shape_of(config: TrainConfig) -> ModelConfig:
-    """Returns the model shape of a run on prepared data. Raises the errors of `model_shape`."""
+    """Returns the model shape of a run on its data. Raises `ValueError` if it is impossible."""
     return model_shape(config, read_manifest(config.data_dir)["tokenizer"]["vocab_size"])
 
 
@@ -156,7 +156,7 @@ CAPTURED: dict[str, Any] = {}  # settings; global, since modules that a recipe i
 
 def capture(config: TrainConfig, **_: Any) -> None:
     """Replaces `train`, also in modules that a recipe imports: stores the settings in `CAPTURED`
-    and ends the recipe. Raises the errors of `model_shape`."""
+    and ends the recipe. Raises `ValueError` if the model's shape is impossible."""
     shape_of(config)
     CAPTURED.update(config.settings())
     sys.exit()
