@@ -69,8 +69,8 @@ class Preferences:
         """
         logs, tokens, balance = answer_log_probabilities(model, batch)
         if batch.numbers is not None:  # None in a trial of the memory
-            table = self.reference["train" if model.training else "val"]
-            logs = logs - table[batch.numbers]
+            split = "train" if model.training else "val"
+            logs = logs - self.reference[split][batch.numbers]
         rewards = self.beta * logs
         scores = rewards / tokens if self.loss_type == "sigmoid_norm" else rewards
         chosen, rejected = rewards.detach().unbind(dim=1)

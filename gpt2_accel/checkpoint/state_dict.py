@@ -198,7 +198,8 @@ class TrainingState:
             if hasattr(callback, "state_dict"):
                 kind = type(callback).__name__
                 number = 1 + sum(name.split("#")[0] == kind for name in self.callbacks)
-                self.callbacks[f"{kind}#{number}" if number > 1 else kind] = callback
+                name = kind if number == 1 else f"{kind}#{number}"
+                self.callbacks[name] = callback
 
     def _values(self, group: dict[str, Any]) -> dict[str, Any]:
         """Returns copies of a parameter group's values; a tuple, such as `betas`, as a list."""

@@ -173,10 +173,10 @@ def fitting_launch() -> list[str]:
     from gpt2_accel.runtime.device import accelerator_count, has_bf16, launch_device
 
     device = launch_device()
-    return fitting(device.type, accelerator_count(), has_bf16(device))
+    return launch_for(device.type, accelerator_count(), has_bf16(device))
 
 
-def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
+def launch_for(kind: str, gpus: int, bf16: bool) -> list[str]:
     """Returns the launch config and flags for `gpus` devices of a type such as `cuda`.
 
     A CPU with bf16 units also gets `cpu`: compiled bf16, which is faster, takes a minute to start.
@@ -184,8 +184,9 @@ def fitting(kind: str, gpus: int, bf16: bool) -> list[str]:
     if kind in ("cpu", "mps"):
         return [kind]
     if gpus == 1:
-        return ["1xgpu" if bf16 else "1xt4-fp16"]
-    return ["8xa100" if bf16 else "2xt4-fp16", "--num_processes", str(gpus)]
+        return ["1xgpu"] if bf16 else ["1xt4-fp16"]
+    name = "8xa100" if bf16 else "2xt4-fp16"
+    return [name, "--num_processes", str(gpus)]
 
 
 def doctor() -> None:

@@ -37,8 +37,8 @@ def conversation_tokens(
         template = PIECES
         messages = answer_pieces(tokenizer, messages)
     options = {"chat_template": template, "return_assistant_tokens_mask": True}
-    found = _render(tokenizer, messages, **options)
-    return np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], bool)
+    encoding = _render(tokenizer, messages, **options)
+    return np.array(encoding["input_ids"], np.int64), np.array(encoding["assistant_masks"], bool)
 
 
 def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:

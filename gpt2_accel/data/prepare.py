@@ -214,7 +214,8 @@ class TextWriter:
     validation_tokens: int
 
     def __post_init__(self) -> None:
-        self.dtype = TOKEN_DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
+        dtype = "uint16" if len(self.tokenizer) <= 2**16 else "uint32"
+        self.dtype = TOKEN_DTYPES[dtype]
         self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         unknown = self.tokenizer.unk_token_id

@@ -292,7 +292,9 @@ class LanguageModel(nn.Module):
         from transformers.cache_utils import DynamicLayer, StaticLayer
 
         layers = range(self.config.n_layer)
-        return [StaticLayer(slots) if slots else DynamicLayer() for _ in layers]
+        if slots:
+            return [StaticLayer(slots) for _ in layers]
+        return [DynamicLayer() for _ in layers]
 
     def tie_weights(self) -> None:
         """Ties shared parameters again, after `load_state_dict` has assigned them separately."""

@@ -197,7 +197,8 @@ def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
         if figure is not None:
             figure.set_figheight(3.2)
             add_legend(figure.axes[0])
-            figures["loss" if axis == "tokens" else f"loss-over-{axis}"] = figure
+            name = "loss" if axis == "tokens" else f"loss-over-{axis}"
+            figures[name] = figure
     training = [f"train/{name}" for name in TRAINING]
     for name in list(metrics) + training:
         figure = draw_one(runs, name, {name: {"linewidth": 1.3}}, "tokens")

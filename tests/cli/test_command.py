@@ -92,7 +92,7 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
     ],
 )
 def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
-    assert " ".join(command.fitting(kind, gpus, bf16)) == expected
+    assert " ".join(command.launch_for(kind, gpus, bf16)) == expected
     assert expected.split()[0] in command.CONFIGS
 
 
