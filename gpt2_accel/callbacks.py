@@ -1,7 +1,7 @@
 """Callbacks: what happens around the updates of a run.
 
 A callback is any object with some of the methods of `Callback`. All ranks call them, in the order
-of the run's list. `setup.py` puts the callbacks of this module after the user's.
+of the run's list. `setup.py` puts the callbacks of this module after the user's callbacks.
 """
 
 import math

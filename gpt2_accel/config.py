@@ -332,7 +332,7 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     if missing:
         raise ValueError(f"the following arguments are required: {', '.join(missing)}")
     if "dry_run" in given and found.dry_run == []:
-        found.dry_run = ["here"]  # without a value it estimates this launch
+        found.dry_run = ["here"]  # no value: estimate this launch
     config = config_class(**{name: getattr(found, name) for name in hints})
     vars(config)["given"] = frozenset(given)
     return config
@@ -368,7 +368,7 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
         shape: dict[str, Any] = {}
         if get_origin(hints[name]) is list:
             shape = {"nargs": "*" if name == "dry_run" else "+"}
-        elif parse is true_or_false:  # without a value it is true
+        elif parse is true_or_false:  # no value means true
             shape = {"nargs": "?", "const": True}
         section.add_argument(
             f"--{name}", type=parse, metavar=metavar, default=default, help=text, **shape

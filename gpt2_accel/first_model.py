@@ -42,8 +42,8 @@ def build_model(
 ) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, otherwise of `config.init_from`.
 
-    `given` is the user's model, which gets their weights. Raises `ValueError` if the model does not
-    fit `tokenizer`, the data's, the sequence length or the configured shape.
+    `given` is the user's model, which gets their weights. `tokenizer` is the data's tokenizer.
+    Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):

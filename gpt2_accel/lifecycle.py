@@ -166,7 +166,7 @@ def export_model(run: Run) -> None:
     """
     config = run.config
     plain = run.copied_model()
-    if plain is None:  # not the main process
+    if plain is None:  # this is not the main process
         return
     check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)

@@ -181,7 +181,7 @@ def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerat
 def print_estimate(config: TrainConfig) -> None:
     """Prints the estimate that `--dry_run` asks for, once per launch.
 
-    It needs no Accelerator: the planned hardware may be another machine's.
+    It needs no Accelerator: the planned hardware may be in another machine.
     """
     if os.environ.get("RANK", "0") == "0":
         print(estimate_run(config))
@@ -205,7 +205,7 @@ def default_callbacks(
     evaluations: list[tuple[int, Evaluation]],
     prompts: list[Prompt],
 ) -> list[Any]:
-    """Returns the callbacks that follow the user's, in the order of their calls."""
+    """Returns the callbacks that follow the user's callbacks, in the order of their calls."""
     callbacks: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
     if config.profile:
         name = f"trace-{accelerator.process_index}.json"

@@ -131,10 +131,10 @@ def char_tokenizer(text: Iterable[str]) -> "PreTrainedTokenizerBase":
 def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of an HF directory or Hub id, with the token ids of `tokenizer.json`.
 
-    `AutoTokenizer` changes some tokenizers, such as SmolLM2's, whose splitting of digits it
-    replaces by GPT-2's; then the file is loaded without it. Raises `FileNotFoundError` if there is
-    none, `ValueError` if the token ids still differ or it is not of the `tokenizers` library, and
-    the error of `check_text`.
+    `AutoTokenizer` changes some tokenizers: it replaces SmolLM2's splitting of digits by GPT-2's
+    splitting. Then the file is loaded without it. Raises `FileNotFoundError` if there is none,
+    `ValueError` if the token ids still differ, it is not of the `tokenizers` library, or decoding a
+    text does not give it back.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
@@ -161,7 +161,7 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `ValueError` as `check_text` does, and if the folder is a model's, with a `config.json`,
+    Raises `ValueError` as `check_text` does, and if the folder holds a model, with a `config.json`,
     and `AutoTokenizer` loads other token ids from it.
     """
     name = name or folder

@@ -119,9 +119,9 @@ def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torc
     """Runs forward and backward on this rank's micro-batches of one update.
 
     The update has `sequences` sequences, from position `first` in the data. Returns this rank's
-    loss and other figures, scalars; their means over the ranks are the update's. Returns None if a
-    rank has to stop, on which the ranks agree between micro-batches. Gradients are reduced over the
-    ranks in the last backward pass only.
+    loss and other figures, scalars; their means over the ranks are the figures of the update.
+    Returns None if a rank has to stop, on which the ranks agree between micro-batches. Gradients
+    are reduced over the ranks in the last backward pass only.
     """
     model = run.model
     accelerator = run.accelerator

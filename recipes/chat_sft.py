@@ -78,7 +78,7 @@ class ChatSFT(TrainConfig):
 
 
 def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) -> None:
-    """Packs the conversations of `file` into windows, in a folder inside the run's, and sets
+    """Packs the conversations of `file` into windows, in a folder inside the run's folder, and sets
     `data_dir` to it. With `pairs` the file holds pairs of answers.
 
     `longest` is the largest number of tokens of a conversation, None for the default. The folder's
@@ -223,7 +223,7 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
         rate *= LORA_RATE
     config.derive(learning_rate=float(f"{rate:.2g}"), warmup_steps=round(WARMUP_SHARE * steps))
 
-    evaluations = math.ceil(epoch / LONGEST_INTERVAL)  # per epoch
+    evaluations = math.ceil(epoch / LONGEST_INTERVAL)  # evaluations per epoch
     config.derive(eval_every=math.ceil(epoch / evaluations))
     every = config.eval_every
     config.derive(sample_every=max(every, math.ceil(steps / EPOCHS)), save_every=every)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 DATA = "karpathy/climbmix-400b-shuffle"
 LICENSE = "cc-by-nc-4.0"  # ClimbMix's license
-VOCAB_SIZE = 50257  # GPT-2's, used by a dry run without data
+VOCAB_SIZE = 50257  # size of GPT-2's vocabulary, used by a dry run without data
 HEAD = 128  # channels
 TOKENS_PER_WEIGHT = 12
 REFERENCE_DEPTH = 12

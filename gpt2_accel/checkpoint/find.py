@@ -18,7 +18,7 @@ from gpt2_accel.runtime.options import load_saved
 
 STATE = "training_state"
 CHECKPOINT_MANIFEST = f"{STATE}/manifest.json"
-SILENCE = timedelta(minutes=3)  # without a heartbeat, after which a running run counts as killed
+SILENCE = timedelta(minutes=3)  # a run whose last heartbeat is older counts as killed
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:

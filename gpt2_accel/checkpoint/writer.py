@@ -61,7 +61,7 @@ class CheckpointWriter(AbstractContextManager):
     _thread: threading.Thread | None = None
 
     def save(self, *snapshot: Any) -> None:
-        """Starts to write a checkpoint, after the previous one; the arguments are `_write`'s."""
+        """Starts to write a checkpoint, after the previous one; takes the arguments of `_write`."""
         self.join()
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()

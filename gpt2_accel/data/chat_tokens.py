@@ -24,7 +24,7 @@ PIECES = (
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a conversation's token ids, (n,) int64, and which are the assistant's, (n,) bool.
+    """Returns token ids of a conversation, (n,) int64, and a mask of assistant tokens, (n,) bool.
 
     The `training_template` marks the assistant's tokens. Without such a template they are found by
     prefixes, see `answer_pieces`.
@@ -108,9 +108,9 @@ def prompt_tokens(
     """Returns the token ids of a conversation, up to where the assistant's next message begins.
 
     Raises `ValueError` if the tokenizer has no chat template, if the template or the tokenizer
-    refuses the messages, if the last message is not the user's, or for a message that is empty, is
-    not valid Unicode or holds a special token, which could forge a turn. The assistant's messages
-    are not checked.
+    refuses the messages, if the last message is not from the user, or for a message that is empty,
+    is not valid Unicode or holds a special token, which could forge a turn. The assistant's
+    messages are not checked.
     """
     if not tokenizer.chat_template:
         raise ValueError(

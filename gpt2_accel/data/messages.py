@@ -139,7 +139,8 @@ def as_messages(value: Any, role: str) -> list:
 def listed(value: Any) -> Any:
     """Parses a list of messages in JSON; returns anything else unchanged.
 
-    Raises `Problem` for a list in another notation, such as Python's, which pandas writes into CSV.
+    Raises `Problem` for a list in another notation, such as the Python lists that pandas writes
+    into CSV.
     """
     if isinstance(value, str) and LISTED.match(value):
         try:
@@ -182,8 +183,8 @@ def check_supported(fields: dict) -> None:
 def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Returns the messages of the chosen and of the rejected conversation.
 
-    They differ in the last message only, which is the assistant's. Raises `ValueError` for a row in
-    none of the forms, and `Problem` for a pair that cannot be trained on.
+    They differ only in the last message, an answer of the assistant. Raises `ValueError` for a row
+    in none of the forms, and `Problem` for a pair that cannot be trained on.
     """
     if not isinstance(row, dict) or not row.keys() >= {"chosen", "rejected"}:
         found = list(row) if isinstance(row, dict) else type(row).__name__
@@ -202,8 +203,7 @@ def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
     """Returns the messages of the conversation that ends with the answer `name`.
 
     Raises `ValueError` without a prompt or for a row of another form, and `Problem` if the last
-    message is not the assistant's, or if a full conversation does not begin with the row's
-    `prompt`.
+    message is not an answer, or if a full conversation does not begin with the row's `prompt`.
     """
     check_supported(row)
     own, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)

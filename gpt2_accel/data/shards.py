@@ -220,9 +220,9 @@ class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
     All shards are checked when it is opened. `tokens` is the length, `bytes` the UTF-8 bytes of the
-    text (None if unknown), `vocab_size` the tokenizer's. `sequence_length` is the length of the
-    windows of conversations, and `targets`, (windows,) int64, what each window counts; both are
-    None for text. Raises `ValueError` if the split does not exist.
+    text (None if unknown), `vocab_size` the size of the vocabulary. `sequence_length` is the length
+    of the windows of conversations, and `targets`, (windows,) int64, what each window counts; both
+    are None for text. Raises `ValueError` if the split does not exist.
     """
 
     def __init__(self, data_dir: str | Path, split: str):

@@ -210,8 +210,9 @@ def tokenizer_entry(
 def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer in `folder` if there is one, else the tokenizer called `name`.
 
-    `name` is GPT-2's, a directory, a Hub id or a `tokenizer.json`. Raises `FileNotFoundError` if it
-    is not found, `ValueError` if it encodes differently in `transformers`.
+    `name` is a name of GPT-2, a directory, a Hub id or a `tokenizer.json`. Raises
+    `FileNotFoundError` if it is not found, `ValueError` if it encodes differently in
+    `transformers`.
     """
     if folder.is_dir():
         return load_tokenizer(folder)

@@ -25,7 +25,7 @@ from gpt2_accel.runtime.options import load_yaml
 from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
-DEVICES = ("A100", "H100", "H200")  # if no GPU is named
+DEVICES = ("A100", "H100", "H200")  # default GPUs
 
 
 def estimate_run(config: TrainConfig) -> str:

@@ -60,7 +60,7 @@ def hub_items(option: str) -> list[Item]:
         path = hf_hub_download(
             HELLASWAG, FILE, revision="refs/convert/parquet", repo_type="dataset"
         )
-    except (OSError, ValueError) as error:  # from the Hub client or its HTTP library
+    except (OSError, ValueError) as error:  # the Hub client or its HTTP library raises them
         raise FileNotFoundError(
             f"{HELLASWAG} cannot be read from the Hub: connect to it, or give {option} "
             f"({first_line(error)})"

@@ -23,9 +23,9 @@ def answer(
 ) -> tuple[int, Iterator[list[Completion]]]:
     """Returns the number of dropped messages, and the assistant's next message from `stream`.
 
-    `messages` is the full conversation, which ends with the user's. A quarter of the model's
-    positions is kept free for the answer, or fewer if `sampling` wants fewer. The answer ends at
-    the last position. Raises `ValueError` if the last turn is too long or refused.
+    `messages` is the full conversation, which ends with a message of the user. A quarter of the
+    model's positions is kept free for the answer, or fewer if `sampling` wants fewer. The answer
+    ends at the last position. Raises `ValueError` if the last turn is too long or refused.
     """
     n_positions = model.config.n_positions
     room = min(sampling.max_new_tokens, n_positions // 4)

@@ -31,7 +31,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
             "another, or a newer transformers"
         )
     kind = CONFIG_MAPPING[model_type]
-    config = kind.from_dict(kind._decode_special_floats(dict(values)))  # such as infinity
+    config = kind.from_dict(kind._decode_special_floats(dict(values)))  # they stand for infinity
     kinds: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in kinds.keys() or config.is_encoder_decoder:
         raise ValueError(f"{model_type} is not a causal language model: choose a model of text")

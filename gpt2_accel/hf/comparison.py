@@ -87,7 +87,7 @@ def unknown_tensors(model: LanguageModel) -> str:
         theirs = AutoModelForCausalLM.from_config(hf_config(model.config, special_ids(None, 0)))
     expected = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     found = {name: tensor.shape for name, tensor in to_hf(model).items()}
-    found.setdefault(HEAD, expected[HEAD])  # if it is tied
+    found.setdefault(HEAD, expected[HEAD])  # a tied head is not stored
     differ = expected.items() ^ found.items()
     return f"its {min(differ)[0]} differs" if differ else ""
 

@@ -114,7 +114,7 @@ def save_pretrained(
             tokenizer.model_max_length = config.n_positions
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
-        if custom:  # after the tokenizer, which AutoTokenizer would load with a warning
+        if custom:  # comes last: AutoTokenizer warns of such a config
             own = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
             write_json(folder / "config.json", own | ids)
         Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # it lists the old files

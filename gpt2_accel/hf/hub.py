@@ -151,7 +151,7 @@ def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "
                 delete_patterns=REPLACED[repo_type],
             )
             return str(commit.repo_url)
-        except Exception as error:  # from the client, its HTTP library or the network
+        except Exception as error:  # the client or its HTTP library raises many types
             if pause is None:
                 raise OSError(
                     f"could not upload to {repo_id} ({first_line(error)}): check the connection "

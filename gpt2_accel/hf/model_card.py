@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # whose versions are recorded
+PACKAGES = ("gpt2_accel", "torch", "transformers", "accelerate")  # the card records their versions
 # A Jinja template for `ModelCard`.
 TEMPLATE = """\
 ---
@@ -146,10 +146,10 @@ def model_card(
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """Replaces the folder's name in the title and the code of a card by the repository's."""
+    """Replaces the folder's name in the title and the code of a card by the name `repo_id`."""
     code = re.search('^name = "(.*)"$', text, re.MULTILINE)
     title = f"\n# {code[1].rpartition('/')[2]}\n" if code else ""
-    if not code or title not in text:  # not a card of this package
+    if not code or title not in text:  # another package wrote the card
         return text
     text = text.replace(title, f"\n# {repo_id.rpartition('/')[2]}\n", 1)
     return text.replace(code[0], f'name = "{repo_id}"', 1)

@@ -31,7 +31,7 @@ def hf_name(name: str, table: Conversion) -> str:
 
 
 def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
-    """Returns the weights under HF's names and shapes: views of the model's, some not contiguous.
+    """Returns the weights under HF's names and shapes: views, some of them not contiguous.
 
     Biases that HF stores and the model does not have are new zeros.
     """
@@ -42,7 +42,7 @@ def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in state.items():
         if name in table.padded:
-            tensor = tensor[: model.config.vocab_size]  # without the padding rows
+            tensor = tensor[: model.config.vocab_size]  # drops the padding rows
         if name.endswith(table.transposed):
             tensor = tensor.t()
         key = hf_name(name, table)
@@ -64,7 +64,7 @@ def from_hf(
     """
     with torch.device("meta"):
         model = config.build()
-    weights = validated(model, tensors, source)  # before memory is taken for a wrong config
+    weights = validated(model, tensors, source)  # a wrong config fails before memory is taken
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     model = filled(model, zeros)
     load_hf(model, weights.items(), source)

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KernelChoices:
-    """The kernels that `runtime.accelerator.configure_backends` chooses; defaults are a CPU's."""
+    """The kernels that `runtime.accelerator.configure_backends` chooses; the defaults fit a CPU."""
 
     enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on").lower() not in ("off", "0", "false")
     # The most logits that the loss computes at once; None is `cross_entropy.LOGITS_AT_ONCE`.

@@ -227,7 +227,7 @@ def keep_gradients(ctx, inputs, output) -> None:
 
 
 def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
-    """Scales the saved gradients by the first of `grad_sums`, (2,). They contain the second's.
+    """Scales the saved gradients, which include the z-loss, by the first of `grad_sums`, (2,).
     Autograd casts them to the dtypes of x and the weight."""
     grad_x, grad_w = ctx.saved_tensors
     unused = (None,) * 7  # the other arguments have no gradient

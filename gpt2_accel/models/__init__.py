@@ -155,7 +155,7 @@ class LanguageModel(nn.Module):
     separator: int | None = None
     checkpoint_activations = False
     aux_coefficient = 0.0  # the weight of the load balancing loss of a mixture of experts
-    residual: ClassVar[tuple[str, ...]]  # how names of projections to the residual stream end
+    residual: ClassVar[tuple[str, ...]]  # name endings of projections to the residual stream
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LlamaConfig(ModelConfig):
-    """The shape of a Llama; the defaults are SmolLM2-135M's. Sizes are named as in `GPTConfig`.
+    """The shape of a Llama; the defaults give SmolLM2-135M. Sizes are named as in `GPTConfig`.
 
     `n_kv_head` heads of keys and values serve `n_head` heads of queries. `head_dim` does not depend
     on the width `n_embd`. `n_inner` is the width of the MLP, `rope_theta` the base of the rotary

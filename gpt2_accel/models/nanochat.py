@@ -22,7 +22,7 @@ from gpt2_accel.models.parts import rms_norm, rotate
 
 @dataclass
 class NanochatConfig(llama.LlamaConfig):
-    """The shape of a nanochat; the defaults are karpathy/nanochat-d32's.
+    """The shape of a nanochat; the defaults give karpathy/nanochat-d32.
 
     It adds `soft_cap` to `LlamaConfig`: logits become `soft_cap` · tanh(logits / `soft_cap`); None
     does not cap them. Raises `ValueError` if it is not positive.

@@ -14,7 +14,7 @@ from gpt2_accel.models.parts import RMSNorm
 
 @dataclass
 class Qwen3Config(llama.LlamaConfig):
-    """The shape of a Qwen3, with the fields of `LlamaConfig`; the defaults are Qwen3-0.6B's."""
+    """The shape of a Qwen3, with the fields of `LlamaConfig`; the defaults give Qwen3-0.6B."""
 
     architecture = "qwen3"
 

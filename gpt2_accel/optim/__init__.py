@@ -127,7 +127,7 @@ def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: fl
 
 def set_training(optimizer: "torch.optim.Optimizer", training: bool) -> None:
     """Puts an optimizer that has modes, such as a schedule-free one, into one of them."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwraps Accelerate's optimizer
     switch = getattr(optimizer, "train" if training else "eval", None)
     if switch is not None:
         switch()

@@ -105,7 +105,7 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
 def configure_backends(
     device: torch.device, precision: str, compiled: bool, deterministic: bool
 ) -> None:
-    """Configures torch and the kernels for the device; `precision` is Accelerate's."""
+    """Configures torch and the kernels for the device; `precision` as in Accelerate."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
         kernels.choose(logits_at_once=logits_at_once(total_memory(device), precision))

@@ -186,7 +186,7 @@ def has_block_masks(device: torch.device) -> bool:
 def logits_at_once(memory: float, precision: str) -> int:
     """Returns the number of logits that fit into a sixteenth of `memory` bytes of a GPU.
 
-    `precision` is Accelerate's. Few large chunks of the loss are faster than many: 36 ms in one
+    `precision` as in Accelerate. Few large chunks of the loss are faster than many: 36 ms in one
     chunk, 40 in 8, 57 in 64 (pytorch/pytorch#124480).
     """
     width = 2 if precision in AUTOCAST_DTYPES else 4

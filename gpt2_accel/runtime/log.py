@@ -61,7 +61,7 @@ class RunLog(AbstractContextManager):
         if self.run_dir is not None:
             names = ("metrics.jsonl", "samples.jsonl")
             self._files = [JsonLines(self.run_dir / name, self.step) for name in names]
-            for line in self._files[0].entries:  # before a resume
+            for line in self._files[0].entries:  # written before a resume
                 self.seconds = line.get("train/seconds", self.seconds)
                 for name, value in line.items():
                     if "/" in name and not name.startswith("train/") and value is not None:
@@ -118,7 +118,7 @@ class RunLog(AbstractContextManager):
 
     def explain(self, speed: float) -> None:
         """Prints a warning if the speed has halved and others use a fifth of a core or more."""
-        used = psutil.cpu_percent() * (os.cpu_count() or 1)  # since the last call
+        used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
         others = used - PROCESS.cpu_percent()
         if speed < self._best / 2 and others > 20:
             self.print_line(

@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parses the words for this parser or a sub-command's.
+        """Parses the words for this parser or the parser of a sub-command.
 
         Raises `ValueError` for an unknown option.
         """

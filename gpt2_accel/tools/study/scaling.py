@@ -29,8 +29,8 @@ WIDTHS = [16, 32, 48]
 for doubling in range(7):
     WIDTHS += [quarter * 16 * 2**doubling for quarter in (4, 5, 6, 7)]
 WIDTHS.append(8192)
-SIZES = 7  # per budget
-TOKENS_PER_PARAMETER = 20  # the middle size's
+SIZES = 7  # sizes per budget
+TOKENS_PER_PARAMETER = 20  # ratio of the middle size
 FEWEST_UPDATES = 20  # a run has at least so many
 FEWEST_RUNS = 8  # a fit needs at least so many
 FEWEST_BUDGETS = 2
@@ -40,9 +40,9 @@ MAX_EPOCHS = 4.0
 # widths of 32 to 128 with 1M tokens (docs/scaling.md).
 LEARNING_RATE = 0.0165
 WIDTH_EXPONENT = 0.5
-WEIGHT_DECAY = 0.3  # the reference run's: 2M tokens, 2,048 per update
+WEIGHT_DECAY = 0.3  # the decay of a run of 2M tokens, 2,048 per update
 BATCH_EXPONENT = 0.383  # the batch grows as tokens^BATCH_EXPONENT
-TOKENS = 2_000_000  # the reference run's, which has this rate, decay and batch
+TOKENS = 2_000_000  # tokens of the reference run, which has this rate, decay and batch
 BATCH = 2048
 WIDTH = 64
 WARMUP_SHARE = 0.01  # share of the updates
