@@ -316,9 +316,9 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
     words = sys.argv[1:] if args is None else args
     hints = get_type_hints(config_class)
     parser = build_parser(config_class, hints)
-    found = parser.parse_args(words)
+    options = parser.parse_args(words)
     given = {word[2:].partition("=")[0] for word in words if word[:2] == "--"}
-    values = {} if found.config is None else read_yaml(found.config, hints)
+    values = {} if options.config is None else read_yaml(options.config, hints)
     lengths = {"max_steps", "epochs"}
     in_file = {name for name, value in values.items() if value is not None}
     if lengths <= given or lengths <= in_file:
@@ -327,13 +327,13 @@ def parse_config(config_class: type[Config], args: list[str] | None = None) -> C
         values.pop("epochs", None)
     given |= values.keys()
     parser.set_defaults(**values)
-    found = parser.parse_args(words)
-    missing = [f"--{name}" for name in hints if getattr(found, name) is MISSING]
+    options = parser.parse_args(words)
+    missing = [f"--{name}" for name in hints if getattr(options, name) is MISSING]
     if missing:
         raise ValueError(f"the following arguments are required: {', '.join(missing)}")
-    if "dry_run" in given and found.dry_run == []:
-        found.dry_run = ["here"]  # no value: estimate this launch
-    config = config_class(**{name: getattr(found, name) for name in hints})
+    if "dry_run" in given and options.dry_run == []:
+        options.dry_run = ["here"]  # no value: estimate this launch
+    config = config_class(**{name: getattr(options, name) for name in hints})
     vars(config)["given"] = frozenset(given)
     return config
 

@@ -167,8 +167,8 @@ def shape_values(shape: ModelConfig) -> dict[str, Any]:
     A class of `transformers` has the values of its `config.json`.
     """
     values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
-    own = values.pop("values", {})
-    return {"architecture": shape.architecture} | values | own
+    class_values = values.pop("values", {})
+    return {"architecture": shape.architecture} | values | class_values
 
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:
@@ -189,11 +189,11 @@ def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> i
     Raises `ValueError` if there is none, if the tokenizer does not know it, as in data of 0.4, or
     if the parts of a mixture have different ones.
     """
-    found = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
+    separators = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
     begin, end = document_marks(tokenizer)
-    if len(found) > 1 or not found <= set(begin + end):
+    if len(separators) > 1 or not separators <= set(begin + end):
         raise ValueError(
             f"document_mask needs a token that separates all documents, and {data_dir} has none: "
             "leave it out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
         )
-    return found.pop()
+    return separators.pop()

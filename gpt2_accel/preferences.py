@@ -57,8 +57,8 @@ class Preferences:
         self, model: torch.nn.Module, batch: Batch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the mean loss of the pairs of a micro-batch, and the figures."""
-        found = self.measure(model, batch)
-        means = {name: values.mean() for name, values in found.items() if name != "counted"}
+        figures = self.measure(model, batch)
+        means = {name: values.mean() for name, values in figures.items() if name != "counted"}
         return means.pop("loss"), means
 
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ class Preferences:
         rewards = self.beta * logs
         scores = rewards / tokens if self.loss_type == "sigmoid_norm" else rewards
         chosen, rejected = rewards.detach().unbind(dim=1)
-        found = {
+        figures = {
             "loss": -F.logsigmoid(scores[:, 0] - scores[:, 1]),
             "counted": torch.ones_like(chosen),
             "reward_accuracy": (chosen > rejected).float(),
@@ -83,9 +83,9 @@ class Preferences:
             "reward_rejected": rejected,
         }
         if balance is not None:
-            added, found["aux_loss"] = balance
-            found["loss"] = found["loss"] + added
-        return found
+            added, figures["aux_loss"] = balance
+            figures["loss"] = figures["loss"] + added
+        return figures
 
     # The callback
 
@@ -118,13 +118,13 @@ class Preferences:
                     "missing: resume with the --data_dir of that run, or start a new run in "
                     "another --output_dir"
                 )
-            found = self.compute(run)
+            tables = self.compute(run)
             if run.stopping:
                 return
 
             def write() -> None:
                 remove_leftovers(path.parent)
-                write_file(path, save(found))
+                write_file(path, save(tables))
 
             on_main_process(write)
         for split, table in on_main_process(lambda: load_file(path)).items():
@@ -135,7 +135,7 @@ class Preferences:
 
         They are (pairs, 2) for each split. Sets `run.stopping` if a rank has to stop.
         """
-        found = {}
+        tables = {}
         train = run.train_loader
         for split in ("train", "val"):
             loader = EvalLoader(
@@ -153,8 +153,8 @@ class Preferences:
             if figures is None:
                 run.stopping = True
                 break
-            found[split] = torch.stack(list(figures.values()), dim=1)
-        return found
+            tables[split] = torch.stack(list(figures.values()), dim=1)
+        return tables
 
 
 def answer_log_probabilities(

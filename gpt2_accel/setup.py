@@ -250,13 +250,13 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
     Paths may differ between nodes.
     """
-    own = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
+    values = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
     with all_or_none():
-        own["data"] = data_fingerprint(config.data_dir)
-    own["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
-    expected = on_main_process(lambda: own)
+        values["data"] = data_fingerprint(config.data_dir)
+    values["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
+    expected = on_main_process(lambda: values)
     with all_or_none():
-        for name, value in own.items():
+        for name, value in values.items():
             if value != expected[name]:
                 raise ValueError(
                     f"process {accelerator.process_index} has the {name} {value!r}, the main "

@@ -279,12 +279,12 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
     tiktoken encodes GPT-2's BPE, about ten times faster than `encode`. Each thread has its own
     encoding: a regular expression is a quarter slower in threads other than its first.
     """
-    own = threading.local()
+    encodings = threading.local()
 
     def fast(text: str) -> np.ndarray:
-        if not hasattr(own, "encoding"):
-            own.encoding = _gpt2_encoding(tokenizer)
-        return own.encoding.encode_to_numpy(text, disallowed_special=())
+        if not hasattr(encodings, "encoding"):
+            encodings.encoding = _gpt2_encoding(tokenizer)
+        return encodings.encoding.encode_to_numpy(text, disallowed_special=())
 
     same = fingerprint(tokenizer) == GPT2_FINGERPRINT
     # The same vocabulary and merges may have another normalizer or pre-tokenizer.
@@ -311,15 +311,15 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns the texts that are one special token each, and the end of a turn, sorted."""
-    found = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(found | {tokenizer.eos_token} - {None})
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(special | {tokenizer.eos_token} - {None})
 
 
 def known_ids(tokenizer: "PreTrainedTokenizerBase", *tokens: str | None) -> list[int]:
     """Returns the different ids of those tokens that the vocabulary has."""
     # `convert_tokens_to_ids` would give the unknown token's for others.
-    found = (tokenizer.backend_tokenizer.token_to_id(token or "") for token in tokens)
-    return list(dict.fromkeys(i for i in found if i is not None))
+    ids = (tokenizer.backend_tokenizer.token_to_id(token or "") for token in tokens)
+    return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def document_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:

@@ -103,7 +103,7 @@ class Evaluate:
 def local_files(config: Evaluate) -> dict[str, str]:
     """Returns the files of `--data` by task. Raises `ValueError` if one is not for a task, or if a
     task without data on the Hub has none."""
-    found = {}
+    files = {}
     for entry in config.data:
         task, equals, path = entry.partition("=")
         if not equals and len(config.tasks) == 1:
@@ -111,11 +111,11 @@ def local_files(config: Evaluate) -> dict[str, str]:
             path = entry
         if task not in config.tasks:
             raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
-        found[task] = path
+        files[task] = path
     for task in config.tasks:
-        if task in ("text", "chat") and task not in found:
+        if task in ("text", "chat") and task not in files:
             raise ValueError(f"the task {task} has no data on the Hub: give --data {task}=FILE")
-    return found
+    return files
 
 
 def evaluate(

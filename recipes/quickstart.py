@@ -78,11 +78,11 @@ class Quickstart(TrainConfig):
 def check_prepared(config: Quickstart) -> None:
     """Raises `FileNotFoundError` if the data is not prepared, `ValueError` if its vocabulary size
     is not the given `--vocab_size`."""
-    found = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
-    if config.vocab_size not in (None, found):
+    vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
+    if config.vocab_size not in (None, vocab_size):
         raise ValueError(
-            f"{config.data_dir} was made with a vocabulary of {found}, not {config.vocab_size}: "
-            "leave out --vocab_size"
+            f"{config.data_dir} was made with a vocabulary of {vocab_size}, not "
+            f"{config.vocab_size}: leave out --vocab_size"
         )
 
 

@@ -53,9 +53,11 @@ class SpeedLadder:
 def main() -> None:
     config = parse_config(SpeedLadder)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)  # fails before the measurements
-    found = run_ladder(config.size, config.micro_batch_size, config.sequence_length, config.steps)
-    print(table(found))
-    write_result("ladder", found, config.output_dir)
+    measurements = run_ladder(
+        config.size, config.micro_batch_size, config.sequence_length, config.steps
+    )
+    print(table(measurements))
+    write_result("ladder", measurements, config.output_dir)
 
 
 if __name__ == "__main__":

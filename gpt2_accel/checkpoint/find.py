@@ -23,8 +23,8 @@ SILENCE = timedelta(minutes=3)  # a run whose last heartbeat is older counts as 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
     """Returns the checkpoints of a run's folder, oldest first."""
-    found = Path(run_dir).glob("checkpoint-*")
-    checkpoints = [p for p in found if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
+    paths = Path(run_dir).glob("checkpoint-*")
+    checkpoints = [p for p in paths if re.fullmatch(r"checkpoint-\d+", p.name) and p.is_dir()]
     return sorted(checkpoints, key=step_of)
 
 

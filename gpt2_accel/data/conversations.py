@@ -113,8 +113,8 @@ def prepare_conversations(
         chosen = validation_mask(keys)
         entries = {}
         for split, mine in (("train", ~chosen), ("val", chosen)):
-            own = list(itertools.compress(items, mine))
-            entries[split] = pack(folder, split, own, size, tokenizer.pad_token_id, packed)
+            rows = list(itertools.compress(items, mine))
+            entries[split] = pack(folder, split, rows, size, tokenizer.pad_token_id, packed)
         return {
             "version": PACKED_VERSION,
             "dtype": DTYPE.name,

@@ -238,14 +238,14 @@ class Loader:
 
         Returns a batch of (n, sequence_length) on the CPU.
         """
-        found = np.zeros((3, len(samples), self.sequence_length), np.int64)
+        windows = np.zeros((3, len(samples), self.sequence_length), np.int64)
         try:
             if self.problem is None:
                 for row, (i, window) in enumerate(samples.tolist()):
-                    found[:, row] = read_window(self.streams[i], window, self.sequence_length)
+                    windows[:, row] = read_window(self.streams[i], window, self.sequence_length)
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
-        input_ids, targets, documents = torch.from_numpy(found)
+        input_ids, targets, documents = torch.from_numpy(windows)
         numbers = torch.from_numpy(samples[:, 1])
         return Batch(input_ids, targets, documents if self.packed else None, numbers=numbers)
 
@@ -278,8 +278,8 @@ class TrainLoader(Loader):
         Their size is `micro_batch_size`, halved until it divides the rank's part, which may be
         smaller in a batch-size ramp.
         """
-        own = sequences // self.world_size
-        return own // halved(self.micro_batch_size, own)
+        sequences_per_rank = sequences // self.world_size
+        return sequences_per_rank // halved(self.micro_batch_size, sequences_per_rank)
 
     def update(self, first: int, sequences: int) -> Iterator[Batch]:
         """Yields this rank's micro-batches of an update of `sequences` sequences over all ranks.
@@ -293,8 +293,8 @@ class TrainLoader(Loader):
         counted = np.full(sequences, self.sequence_length)  # what each window counts
         for i, stream in enumerate(self.streams):
             if stream.targets is not None:
-                own = samples[:, 0] == i
-                counted[own] = stream.targets[samples[own, 1]]
+                of_stream = samples[:, 0] == i
+                counted[of_stream] = stream.targets[samples[of_stream, 1]]
         for begin in range(self.rank * size, sequences, self.world_size * size):
             mine = slice(begin, begin + size)
             divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))

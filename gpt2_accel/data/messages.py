@@ -102,20 +102,20 @@ def raw_messages(row: dict, place: str) -> list:
     """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
     answer = fields.get("output", fields.get("response"))
-    found = listed(fields.get("messages", fields.get("conversations")))
-    if isinstance(found, list):
+    messages = listed(fields.get("messages", fields.get("conversations")))
+    if isinstance(messages, list):
         pass
     elif "prompt" in fields and "completion" in fields:
         if fields.get("label") is False:  # a bad completion, in data sets for KTO
             raise Problem(UNWANTED)
         asked = as_messages(fields["prompt"], "user")
-        found = [message | {"weight": 0} for message in asked]
-        found += as_messages(fields["completion"], "assistant")
+        messages = [message | {"weight": 0} for message in asked]
+        messages += as_messages(fields["completion"], "assistant")
     elif "instruction" in fields and answer is not None:
         task = text_of(fields["instruction"])
         given = text_of(fields.get("input") or fields.get("context"))
         both = [text for text in (task, given) if text.strip()]
-        found = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
+        messages = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
     elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
     else:
@@ -125,9 +125,9 @@ def raw_messages(row: dict, place: str) -> list:
             "response: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
-    if system is not None and not (found and role_of(found[0]) == "system"):
-        return as_messages(system, "system") + found
-    return found
+    if system is not None and not (messages and role_of(messages[0]) == "system"):
+        return as_messages(system, "system") + messages
+    return messages
 
 
 def as_messages(value: Any, role: str) -> list:

@@ -234,7 +234,7 @@ class TextWriter:
 
         Halves of surrogate pairs become U+FFFD.
         """
-        found = []
+        encoded = []
         for piece in group:
             unknown = 0
             if isinstance(piece.chunk, str):
@@ -259,8 +259,8 @@ class TextWriter:
             if piece.ends:
                 parts.append(self.end)
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
-            found.append((piece, tokens, size, unknown))
-        return found
+            encoded.append((piece, tokens, size, unknown))
+        return encoded
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
         """Appends a piece's tokens, of `size` bytes of text, to the shard of its split."""

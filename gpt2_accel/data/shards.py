@@ -208,12 +208,12 @@ def read_manifest(data_dir: str | Path) -> dict:
 
 def listed_shards(manifest: dict) -> list[dict]:
     """Returns the entries of all files of tokens in a manifest."""
-    found = []
+    entries = []
     for split in manifest["splits"].values():
-        found += split["shards"]
+        entries += split["shards"]
         if "targets" in split:
-            found.append(split["targets"])
-    return found
+            entries.append(split["targets"])
+    return entries
 
 
 class TokenStream:
@@ -308,13 +308,13 @@ def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
 
 def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
     """Raises `ValueError` unless the data holds pairs of answers exactly if they are `wanted`."""
-    found = bool(read_manifest(data_dir).get("pairs"))
-    if found and not wanted:
+    has_pairs = bool(read_manifest(data_dir).get("pairs"))
+    if has_pairs and not wanted:
         raise ValueError(
             f"{data_dir} holds pairs of a better and a worse answer: train on them by "
             "chat_dpo.py, and take other data for this"
         )
-    if wanted and not found:
+    if wanted and not has_pairs:
         raise ValueError(
             f"{data_dir} holds no pairs of answers: prepare some by "
             f"{recipe_command('prepare_data', 'chat')} FILE --pairs"

@@ -249,18 +249,18 @@ def find_files(
     source = Path(source)
     if not source.exists():
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
-    found = [source]
+    paths = [source]
     if source.is_dir():
-        found = []
+        paths = []
         for parent, folders, names in os.walk(source, onerror=fail):
             folders[:] = [name for name in folders if name[0] != "."]
             for name in names:
                 path = Path(parent, name)
                 if name[0] != "." and path.match(pattern or "*"):
-                    found.append(path)
+                    paths.append(path)
     taken = {}
     left_out = []
-    for path in sorted(found):
+    for path in sorted(paths):
         if path.is_file() and accepts(path):
             taken[path] = path.relative_to(source).as_posix() if path != source else path.name
         else:

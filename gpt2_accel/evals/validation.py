@@ -96,16 +96,16 @@ def validation_loss(
 
     Another `measure` gives the loss and the means of its other figures.
     """
-    found = per_window(accelerator, model, loader, measure, f"evaluating {prefix}", interrupted)
-    if found is None:
+    figures = per_window(accelerator, model, loader, measure, f"evaluating {prefix}", interrupted)
+    if figures is None:
         return {}
-    sums = found.pop("loss").tolist()
-    counted = found.pop("counted").tolist()
+    sums = figures.pop("loss").tolist()
+    counted = figures.pop("counted").tolist()
     if measure is token_losses:
         results = token_loss(sums, counted, sum(counted) * (loader.bytes_per_token or 0))
     else:
         results = mean_loss(sums, counted)
-        for name, values in found.items():
+        for name, values in figures.items():
             results[name] = math.fsum(values.tolist()) / sum(counted)
     return {f"{prefix}/{name}": value for name, value in results.items()}
 

@@ -86,9 +86,9 @@ def unknown_tensors(model: LanguageModel) -> str:
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(hf_config(model.config, special_ids(None, 0)))
     expected = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in to_hf(model).items()}
-    found.setdefault(HEAD, expected[HEAD])  # a tied head is not stored
-    differ = expected.items() ^ found.items()
+    actual = {name: tensor.shape for name, tensor in to_hf(model).items()}
+    actual.setdefault(HEAD, expected[HEAD])  # a tied head is not stored
+    differ = expected.items() ^ actual.items()
     return f"its {min(differ)[0]} differs" if differ else ""
 
 
@@ -114,11 +114,11 @@ def difference(model: LanguageModel, directory: Path) -> float:
 def in_fp32(model: LanguageModel) -> Iterator[None]:
     """Replaces parameters and buffers in bf16 by copies in fp32 inside the block."""
     tensors = chain(model.parameters(), model.buffers())
-    own = [(tensor, tensor.data) for tensor in tensors if tensor.dtype == torch.bfloat16]
-    for tensor, data in own:
+    originals = [(tensor, tensor.data) for tensor in tensors if tensor.dtype == torch.bfloat16]
+    for tensor, data in originals:
         tensor.data = data.float()
     try:
         yield
     finally:
-        for tensor, data in own:
+        for tensor, data in originals:
             tensor.data = data

@@ -251,12 +251,12 @@ def load_class(name: str) -> type[LanguageModel]:
     place, _, kind = name.rpartition(":")
     try:
         is_file = place.endswith(".py")
-        found = getattr(importfile(place), kind) if is_file else resolve_name(name)
+        model_class = getattr(importfile(place), kind) if is_file else resolve_name(name)
     except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
         raise ValueError(f"{name} is not a class: give FILE.py:CLASS ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, LanguageModel)):
+    if not (isinstance(model_class, type) and issubclass(model_class, LanguageModel)):
         raise ValueError(f"{name} is not a subclass of gpt2_accel.models.LanguageModel")
-    return found
+    return model_class
 
 
 def config_values(directory: Path) -> dict[str, Any]:

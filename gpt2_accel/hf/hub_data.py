@@ -59,8 +59,8 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
     data_dir = Path(data_dir)
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
-    found = data_set_info(repo_id, revision or None, files_metadata=True)
-    files = found.siblings or []
+    info = data_set_info(repo_id, revision or None, files_metadata=True)
+    files = info.siblings or []
     if not any(file.rfilename.endswith((DATA_MANIFEST, ".bin", ".ds")) for file in files):
         raise ValueError(
             f"{repo_id} holds no prepared data, since {DATA_MANIFEST} is missing: prepare its text "
@@ -68,7 +68,7 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
         )
     size = sum(file.size or 0 for file in files)
     print(f"{repo_id}: {len(files):,} files, {readable_size(size)}", flush=True)
-    commit = str(found.sha)
+    commit = str(info.sha)
     work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
     try:
         snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=work)

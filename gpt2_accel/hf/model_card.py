@@ -162,10 +162,10 @@ def without_folders(text: str) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of Python and `PACKAGES`; `(from source)` if one is not installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "(from source)"
-    return found
+            versions[package] = "(from source)"
+    return versions

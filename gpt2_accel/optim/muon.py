@@ -119,10 +119,10 @@ def orthogonalize_shared(matrices: torch.Tensor) -> torch.Tensor:
         return orthogonalize(matrices)
     rank = dist.get_rank()
     share = ceil_div(len(matrices), ranks)
-    own = matrices[rank * share : (rank + 1) * share]
+    mine = matrices[rank * share : (rank + 1) * share]
     padded = matrices.new_zeros(share, *matrices.shape[1:])
-    if len(own):
-        padded[: len(own)] = orthogonalize(own)
+    if len(mine):
+        padded[: len(mine)] = orthogonalize(mine)
     gathered = [torch.empty_like(padded) for _ in range(ranks)]
     dist.all_gather(gathered, padded)
     return torch.cat(gathered)[: len(matrices)]
@@ -162,9 +162,9 @@ def exchange(
 
     Returns the parts that they send, of the sizes `received`.
     """
-    found = data.new_empty(sum(received))
-    dist.all_to_all_single(found, data, received, sent, team)
-    return list(found.split(received))
+    parts = data.new_empty(sum(received))
+    dist.all_to_all_single(parts, data, received, sent, team)
+    return list(parts.split(received))
 
 
 def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> torch.Tensor:

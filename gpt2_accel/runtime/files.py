@@ -207,8 +207,8 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
             yield
         except BaseException:
             with suppress(OSError):
-                own = lock_id(folder) == held  # False: another process locks a new folder
-                if created and own and [path.name for path in folder.iterdir()] == [LOCK]:
+                still_held = lock_id(folder) == held  # False: another process locks a new folder
+                if created and still_held and [path.name for path in folder.iterdir()] == [LOCK]:
                     (folder / LOCK).unlink()
                     for path in created:
                         path.rmdir()

@@ -102,8 +102,8 @@ def all_or_none() -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    own = None if mine is None else picklable(mine)
-    failures = gather_object([own])
+    failure_here = None if mine is None else picklable(mine)
+    failures = gather_object([failure_here])
     if mine is not None:
         raise mine
     for failure in failures:
@@ -127,8 +127,8 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
         nonlocal count, copied
         previous = count
         end = copied
-        own = torch.full((), float(flag()), device=accelerator.device)
-        count = accelerator.reduce(own, "sum").to("cpu", non_blocking=True)
+        raised = torch.full((), float(flag()), device=accelerator.device)
+        count = accelerator.reduce(raised, "sum").to("cpu", non_blocking=True)
         copied = end_of_work(accelerator.device)
         if end is not None:
             end.synchronize()

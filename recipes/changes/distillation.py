@@ -49,9 +49,9 @@ class Distillation:
         targets = batch.targets.flatten()
         counted = targets != -100
         theirs = theirs[counted].log_softmax(dim=-1)
-        own = logits[counted].log_softmax(dim=-1)
-        divergence = F.kl_div(own, theirs, reduction="batchmean", log_target=True)
-        loss = F.nll_loss(own, targets[counted])
+        student = logits[counted].log_softmax(dim=-1)
+        divergence = F.kl_div(student, theirs, reduction="batchmean", log_target=True)
+        loss = F.nll_loss(student, targets[counted])
         return (loss + divergence) / 2, {"divergence": divergence, "cross_entropy": loss}
 
 

@@ -265,13 +265,13 @@ class Comparison:
         """
         if variant == self.study.baseline:
             return "baseline", ""
-        own = self.values[variant, budget]
+        values = self.values[variant, budget]
         base = self.values[self.study.baseline, budget]
         # Not finite if a run of a pair diverged or is missing.
-        differences = [a - b for a, b in zip(own, base, strict=True) if math.isfinite(a - b)]
+        differences = [a - b for a, b in zip(values, base, strict=True) if math.isfinite(a - b)]
         verdict = judge(differences)
-        if own.count(math.inf) != base.count(math.inf):
-            verdict = f"{diverged(own)} diverged, {diverged(base)} of the baseline; {verdict}"
+        if values.count(math.inf) != base.count(math.inf):
+            verdict = f"{diverged(values)} diverged, {diverged(base)} of the baseline; {verdict}"
         return verdict, plus_minus(differences, "+.4f")
 
     def row(self, variant: str, budget: float | None) -> list[str]:

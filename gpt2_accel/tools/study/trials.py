@@ -45,8 +45,8 @@ class Trial:
     def changed(self, label: str, **changes: Any) -> "Trial":
         """Returns the trial with another label and changed settings, on which no other setting may
         depend."""
-        own = dict(self.changes) | changes
-        return replace(self, label=label, changes=own, resolved=dict(self.resolved) | changes)
+        merged = dict(self.changes) | changes
+        return replace(self, label=label, changes=merged, resolved=dict(self.resolved) | changes)
 
     @cached_property
     def config(self) -> TrainConfig:
