@@ -48,14 +48,14 @@ def build_model(
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):
         raise ValueError(NEEDS_MODEL)
-    own = None if given is None else users_model(config, tokenizer, given)
+    users = None if given is None else users_model(config, tokenizer, given)
     if source is None:
-        model = own or configured_shape(config, len(tokenizer)).build()
+        model = users or configured_shape(config, len(tokenizer)).build()
     else:
         verify = checkpoint is None  # `find_checkpoint` has verified that
         directory = verified_directory(source, verify, "use another checkpoint")
         merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
-        model = load_model(config, tokenizer, Path(local_directory(directory)), own, merge)
+        model = load_model(config, tokenizer, Path(local_directory(directory)), users, merge)
     n_positions = model.config.n_positions
     config.fit_positions(n_positions)
     length = config.tokens_per_row
@@ -121,13 +121,13 @@ def load_model(
     rows: Sequence[int] = ()
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
-        own = load_tokenizer(source)
+        source_tokenizer = load_tokenizer(source)
         packed = read_manifest(config.data_dir).get("sequence_length")
-        if given is None and packed and extends(tokenizer, own):
-            rows = range(len(own), len(tokenizer))
-            model = with_rows(model, len(own), len(tokenizer))
+        if given is None and packed and extends(tokenizer, source_tokenizer):
+            rows = range(len(source_tokenizer), len(tokenizer))
+            model = with_rows(model, len(source_tokenizer), len(tokenizer))
         else:
-            check_tokenizer(config.data_dir, own, source)
+            check_tokenizer(config.data_dir, source_tokenizer, source)
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
     if model.config.vocab_size < len(tokenizer):
         raise ValueError(
@@ -147,11 +147,11 @@ def load_model(
         check_loaded(config, model.config)
     elif not config.ignore_changes:
         wanted = shape_values(configured_shape(config, len(tokenizer)))
-        found = shape_values(model.config)
+        actual = shape_values(model.config)
         differing = [
-            f"{name} {found[name]} instead of {value}"
+            f"{name} {actual[name]} instead of {value}"
             for name, value in wanted.items()
-            if name in found and found[name] != value
+            if name in actual and actual[name] != value
         ]
         if differing:
             raise ValueError(

@@ -234,10 +234,10 @@ def main() -> None:
         entry, model, tokenizer = open_model(directory, config.model_class)
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
-        found = evaluate(config, accelerator, model, tokenizer, data)
+        outcome = evaluate(config, accelerator, model, tokenizer, data)
         del model
         accelerator.free_memory()
-        results, entry["notes"] = found
+        results, entry["notes"] = outcome
         entries[name] = entry | {"results": results}
         output = outputs[name]
         if output and accelerator.is_main_process:

@@ -215,19 +215,19 @@ def parse_options() -> argparse.Namespace:
         add_options(command, ALWAYS, default=argparse.SUPPRESS)  # keeps those before the command
         command.set_defaults(**DEFAULTS | DATASETS.get(name, {}))
     try:
-        found = parser.parse_args()
+        parsed = parser.parse_args()
     except ValueError as error:
         if "invalid choice" in str(error):
             raise ValueError(f"{error}; the command for files and folders is text PATH") from error
         raise
-    if not found.data_dir:
+    if not parsed.data_dir:
         parser.error("the following arguments are required: --data_dir")
-    if found.data_dir.startswith(HUB):
+    if parsed.data_dir.startswith(HUB):
         raise ValueError(
-            f"{found.data_dir} is on the Hub: give a folder, into which pull "
-            f"{found.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
+            f"{parsed.data_dir} is on the Hub: give a folder, into which pull "
+            f"{parsed.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
         )
-    return found
+    return parsed
 
 
 def hub_options(options: argparse.Namespace) -> dict[str, str]:
@@ -331,8 +331,8 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     hub = hub_options(options)
     if Path(options.source).exists() and not hub:
         kind = f"conversations, in files that end in {', '.join(ROW_SUFFIXES)}"
-        found = find_files(options.source, lambda path: bool(row_suffix(path)), kind)
-        files = [str(path) for path in found]
+        paths = find_files(options.source, lambda path: bool(row_suffix(path)), kind)
+        files = [str(path) for path in paths]
     else:
         files, revision = hub_files(options.source, **hub)
     return prepare_conversations(

@@ -187,10 +187,10 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
     in none of the forms, and `Problem` for a pair that cannot be trained on.
     """
     if not isinstance(row, dict) or not row.keys() >= {"chosen", "rejected"}:
-        found = list(row) if isinstance(row, dict) else type(row).__name__
+        content = list(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
-            f"{place}, has {found}, no pair of answers: write prompt, chosen and rejected, each a "
-            "text or a list of messages"
+            f"{place}, has {content}, not a pair of answers: write prompt, chosen and rejected, "
+            "each a text or a list of messages"
         )
     chosen = read_answer(row, "chosen", place)
     rejected = read_answer(row, "rejected", place)
@@ -206,23 +206,23 @@ def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
     message is not an answer, or if a full conversation does not begin with the row's `prompt`.
     """
     check_supported(row)
-    own, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
-    if not own or own[-1]["role"] != "assistant":
+    answered, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
+    if not answered or answered[-1]["role"] != "assistant":
         raise Problem(NO_LAST_ANSWER)
     prompt = row.get("prompt") or []
     beside = {field: row.get(field) for field in ("system", "system_prompt")}
     beside["messages"] = as_messages(prompt, "user")
     asked, _ = read_messages(beside, place)
-    first = own[0]["role"]
+    first = answered[0]["role"]
     if first == "assistant":
         if not prompt:
             raise ValueError(
                 f"{place}, has no prompt: write it in prompt, or as the first messages of chosen "
                 "and rejected"
             )
-        return asked + own
+        return asked + answered
     if first != "system":
-        own = [message for message in asked if message["role"] == "system"] + own
-    if not all(message in own[:-1] for message in asked):
+        answered = [message for message in asked if message["role"] == "system"] + answered
+    if not all(message in answered[:-1] for message in asked):
         raise Problem(OTHER_PROMPTS)
-    return own
+    return answered

@@ -44,8 +44,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         if len(entries) == len(manifests):
             splits[name] = {"shards": []}
             for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
-                found = [entry[count] for entry in entries]
-                splits[name][count] = None if None in found else sum(found)
+                counts = [entry[count] for entry in entries]
+                splits[name][count] = None if None in counts else sum(counts)
     manifest: dict[str, Any] = {"format": MANIFEST_FORMAT}
     for name in ("version", "tokenizer", "dtype", "sequence_length"):
         manifest[name] = newest.get(name)

@@ -21,9 +21,9 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]
     batch. `close` drops the batches that were read ahead and ends the thread.
     """
     source = iter(batches)
-    found = in_order(lambda _: next(source, None), itertools.count(), 1, BATCHES_AHEAD)
-    with closing(found):
-        for batch in found:
+    reads = in_order(lambda _: next(source, None), itertools.count(), 1, BATCHES_AHEAD)
+    with closing(reads):
+        for batch in reads:
             if batch is None:
                 return
             moved = {}

@@ -255,7 +255,7 @@ class TokenStream:
         `vocab_size`, and `OSError` if a shard cannot be read.
         """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
-        found = [np.empty(0, np.int64)]
+        pieces = [np.empty(0, np.int64)]
         number = int(np.searchsorted(self._ends, start, side="right"))
         while count:
             shard = self.shards[number]
@@ -269,11 +269,11 @@ class TokenStream:
                     f"{path} holds the token id {ids.max()}, but the vocabulary has "
                     f"{self.vocab_size}: prepare the data again"
                 )
-            found.append(piece)
+            pieces.append(piece)
             start += size
             count -= size
             number += 1
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
 
 # A data folder
@@ -386,9 +386,9 @@ def check_same(manifests: Mapping[Path, dict]) -> None:
     """Raises `ValueError` if the tokenizers, window lengths or chat templates differ."""
     expected: dict[str, str | int] = {}
     for folder, manifest in manifests.items():
-        found = {name: manifest.get(name) for name in ("sequence_length", "template")}
-        found["tokenizer"] = manifest["tokenizer"]["fingerprint"]
-        for name, value in found.items():
+        values = {name: manifest.get(name) for name in ("sequence_length", "template")}
+        values["tokenizer"] = manifest["tokenizer"]["fingerprint"]
+        for name, value in values.items():
             if value is not None and expected.setdefault(name, value) != value:
                 raise ValueError(
                     f"{folder} has another {name} than the rest of the mixture: prepare all with "

@@ -108,14 +108,15 @@ def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[Fi
         files.append((match[1], name, tokens, offset))
     if dtypes == {U2}:
         return GPT2, U2, files
-    own = folder / "tokenizer"
-    if U2 in dtypes or not own.is_dir():
+    tokenizer_dir = folder / "tokenizer"
+    if U2 in dtypes or not tokenizer_dir.is_dir():
         raise ValueError(
             f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
-            f"of their own, and put the tokenizer's files, such as tokenizer.json, into {own}"
+            "of their own, and put the tokenizer's files, such as tokenizer.json, into "
+            f"{tokenizer_dir}"
         )
     # llm.c puts BOS before each document.
-    return named_tokenizer("tokenizer/", own, begins=True), U4, files
+    return named_tokenizer("tokenizer/", tokenizer_dir, begins=True), U4, files
 
 
 def find_tokens(path: Path) -> tuple[np.dtype, int, int]:

@@ -240,8 +240,8 @@ def trial_fits(
         tokens = torch.randint(0, 100, shape, device=device)
         batch = Batch(tokens, tokens, documents=tokens * 0 if packed else None)
         with accelerator.no_sync(model):
-            found = objective(model, batch)
-            loss = found[0] if isinstance(found, tuple) else found
+            result = objective(model, batch)
+            loss = result[0] if isinstance(result, tuple) else result
             loss.backward()
         del reserve
         return True

@@ -96,19 +96,19 @@ def token_scores(model: LanguageModel, batch: Sequence[Row], greedy: bool = Fals
     greedy decoding would not give, else 0.
     """
     ids = [torch.tensor(row.ids[-model.config.n_positions - 1 :]) for row in batch]
-    input_ids = pad_sequence([own[:-1] for own in ids], batch_first=True)
-    targets = pad_sequence([own[1:] for own in ids], batch_first=True, padding_value=-100)
+    input_ids = pad_sequence([row_ids[:-1] for row_ids in ids], batch_first=True)
+    targets = pad_sequence([row_ids[1:] for row_ids in ids], batch_first=True, padding_value=-100)
     kept = 0
-    for own, target, row in zip(ids, targets, batch, strict=True):
-        before = len(own) - 1 - row.predicted
+    for row_ids, target, row in zip(ids, targets, batch, strict=True):
+        before = len(row_ids) - 1 - row.predicted
         target[:before] = -100
         kept = max(kept, targets.shape[1] - before)
     input_ids = to_device(input_ids, model.device)
     targets = to_device(targets[:, -kept:], model.device)
     if not greedy:
         return model(input_ids, targets, logits_to_keep=kept, reduction="none")
-    found = model(input_ids, logits_to_keep=kept).argmax(dim=-1)
-    return ((found != targets) & (targets != -100)).float()
+    predicted = model(input_ids, logits_to_keep=kept).argmax(dim=-1)
+    return ((predicted != targets) & (targets != -100)).float()
 
 
 @torch.no_grad()

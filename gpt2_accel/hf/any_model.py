@@ -64,16 +64,16 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     if shape.attention is not None:
         options["attn_implementation"] = shape.attention
     try:
-        inner, found = open_class(directory, **options)
+        inner, report = open_class(directory, **options)
     except Exception as error:  # the library raises several types
         raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
-    misshapen = {entry[0] for entry in found["mismatched_keys"]}
-    wrong = sorted(found["missing_keys"] | misshapen)
+    misshapen = {entry[0] for entry in report["mismatched_keys"]}
+    wrong = sorted(report["missing_keys"] | misshapen)
     if wrong:
         raise ValueError(
             f"{directory} does not fit its config.json: {wrong[0]} is missing or has another shape"
         )
-    unknown = sorted(found["unexpected_keys"])
+    unknown = sorted(report["unexpected_keys"])
     if unknown:
         shape.note += (
             f"; it does not have {unknown[0]}, one of {len(unknown)} such tensors of {directory}"

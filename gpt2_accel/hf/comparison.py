@@ -65,9 +65,9 @@ class ModelFiles:
             return
         self.compared = True
         if not self.custom:
-            found = difference(model, directory)
-            if not found <= LIMIT:  # NaN too
-                self.custom = f"its logits differ by {found:.2g} of their standard deviation"
+            gap = difference(model, directory)
+            if not gap <= LIMIT:  # NaN too
+                self.custom = f"its logits differ by {gap:.2g} of their standard deviation"
                 write(custom=self.custom)
         if self.custom:
             self.print_line(

@@ -115,8 +115,8 @@ def save_pretrained(
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
         if custom:  # comes last: AutoTokenizer warns of such a config
-            own = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
-            write_json(folder / "config.json", own | ids)
+            values = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
+            write_json(folder / "config.json", values | ids)
         Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # it lists the old files
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # the shards of an earlier model, and their index
@@ -224,10 +224,12 @@ def load_weights(model: LanguageModel, directory: Path) -> None:
     custom = is_custom(directory)
     saved = read_custom(directory, type(model)) if custom else asdict(read_config(directory))
     for name, value in saved.items():
-        own = getattr(model.config, name, value)
-        if name != "dropout" and type(own) is type(value) and own != value:  # JSON has no tuples
+        present = getattr(model.config, name, value)
+        if (
+            name != "dropout" and type(present) is type(value) and present != value
+        ):  # JSON has no tuples
             raise ValueError(
-                f"{directory} has {name} = {value}: build the model with it, not {own}"
+                f"{directory} has {name} = {value}: build the model with it, not {present}"
             )
     if not custom:
         load_hf(model, tensors, str(directory))
@@ -330,10 +332,10 @@ def read_config(
         if attention and not note:
             note = f"--attn_implementation {attention}"
         if not note:
-            found = _own_config(values, dropout)
-            if isinstance(found, ModelConfig):
-                return found
-            note = found
+            result = _own_config(values, dropout)
+            if isinstance(result, ModelConfig):
+                return result
+            note = result
         if dropout:
             raise ValueError("the model takes its dropout rates from config.json: give --dropout 0")
         return any_config(values, note, attention)

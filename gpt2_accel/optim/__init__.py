@@ -222,12 +222,12 @@ def matrices_of_units(
             insides.append(f"{name}.")
         if isinstance(module, (nn.Linear, Conv1D)) and not name.endswith(left_out):
             linear.add(f"{name}.weight")
-    found = []
+    chosen = []
     for name, parameter in model.named_parameters():
         matrix = name in linear or is_expert(name, parameter)
         if matrix and name.startswith(tuple(insides)):
-            found.append((name, parameter))
-    return found
+            chosen.append((name, parameter))
+    return chosen
 
 
 def is_expert(name: str, parameter: "torch.Tensor") -> bool:

@@ -87,8 +87,8 @@ class Muon(torch.optim.AdamW):
                 team = param.device_mesh.get_group(-1)  # the ranks of this replica
                 updates = orthogonalize_rows(nesterov, len(param), count, team)
             else:  # a rank has whole experts, or none
-                own = nesterov.shape[1]
-                updates = orthogonalize(nesterov, own) if own else nesterov
+                experts = nesterov.shape[1]
+                updates = orthogonalize(nesterov, experts) if experts else nesterov
             updates = updates.to(param.dtype).split([len(part) for part in weights])
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             columns = param.shape[-1]

@@ -76,10 +76,10 @@ class RunFolder:
 
     def newest(self) -> dict[str, Any]:
         """Returns the newest value of each metric, including results of evaluations."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for line in chain(self.lines, self.evaluated):
-            found |= line
-        return found
+            values |= line
+        return values
 
     def curve(self, name: str, axis: str) -> tuple[list[float], list[float]]:
         """Returns (x, y) of a metric's finite values over one of `AXES`; empty if the FLOPs per
@@ -148,16 +148,16 @@ def facts(run: RunFolder) -> dict[str, Any]:
         if run.status.get("reason"):
             state += f": {run.status['reason']}"
     tokens, hours, flops = (max(run.curve("step", axis)[0], default=0) for axis in AXES)
-    found = {
+    cells = {
         "state": state,
         "tokens": f"{tokens:,}",
         "training": duration(hours * 3600),
         "FLOPs": f"{flops:.3g}",
     }
     for name in METADATA:
-        found[name] = run.metadata.get(name) or ""
-    found["changes"] = "; ".join(run.metadata.get("changes", []))
-    return found
+        cells[name] = run.metadata.get(name) or ""
+    cells["changes"] = "; ".join(run.metadata.get("changes", []))
+    return cells
 
 
 def same_tokenizer(runs: list[RunFolder]) -> bool:

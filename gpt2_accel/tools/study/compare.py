@@ -112,10 +112,10 @@ def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
     unit, amounts = next(iter(budget.items()))
     if len(budget) > 1 or unit not in UNITS:
         raise ValueError(f"budget has {', '.join(map(str, budget))}: give {' or '.join(UNITS)}")
-    found = np.unique(np.array(amounts, float))  # YAML reads 1e6 as text
-    if not found.size or not np.isfinite(np.log(found)).all():
+    budgets = np.unique(np.array(amounts, float))  # YAML reads 1e6 as text
+    if not budgets.size or not np.isfinite(np.log(budgets)).all():
         raise ValueError(f"budget is {amounts!r}: give numbers above 0")
-    return unit, found.tolist()
+    return unit, budgets.tolist()
 
 
 # The runs
@@ -131,27 +131,29 @@ def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
     changes = []
     warmups = []
     for point in points:
-        own = study.settings | study.variants[point.variant] | point.tuned | {"seed": point.seed}
-        warmups.append(own.pop(WARMUP, None))
-        changes.append((f"{point.variant}-seed{point.seed}", own))
+        settings = (
+            study.settings | study.variants[point.variant] | point.tuned | {"seed": point.seed}
+        )
+        warmups.append(settings.pop(WARMUP, None))
+        changes.append((f"{point.variant}-seed{point.seed}", settings))
     trials = read_trials(recipe, changes)
     resized = []
     for point, warmup, trial in zip(points, warmups, trials, strict=True):
-        own = dict(trial.changes)
+        settings = dict(trial.changes)
         updates = trial.config.max_steps
         if point.budget:
             cost = trial.config.total_batch_size
             if study.unit == "flops":
                 cost *= trial.flops_per_token
             updates = max(1, round(point.budget / cost))
-        own["max_steps"] = updates
+        settings["max_steps"] = updates
         if warmup is not None:
-            if "warmup_steps" in own or not 0 <= float(warmup) <= 1:
+            if "warmup_steps" in settings or not 0 <= float(warmup) <= 1:
                 raise ValueError(
                     f"{trial.label}: {WARMUP} is {warmup!r}: give a number from 0 to 1, and no "
                     "warmup_steps"
                 )
-            own["warmup_steps"] = round(warmup * updates)
+            settings["warmup_steps"] = round(warmup * updates)
         if not trial.config.eval_every:
             raise ValueError(
                 f"{trial.label}: eval_every is 0, so a run has no val/loss: set it above 0"
@@ -159,7 +161,7 @@ def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
         for name in ENDING:
             if trial.resolved.get(name):
                 raise ValueError(f"{trial.label}: {name} ends a run before its budget: set it to 0")
-        resized.append((trial.label, own))
+        resized.append((trial.label, settings))
     # Again, since a recipe may choose settings by the length of a run.
     return read_trials(recipe, resized)
 
