@@ -185,7 +185,8 @@ def test_prefixless_keys_mask_buffers_a_tied_head_and_half_precision_load(tmp_pa
         ("transformer.wpe.weight", torch.ones(3, 3), "wpe.weight.*does not fit"),
         ("transformer.wpe.weight", torch.ones(32, 64, dtype=torch.int8), "wpe.weight .*int8"),
         ("lm_head.weight", torch.ones(257, 64), "not tied"),
-        ("transformer.h.1.ln_2.bias", None, "h.1.ln_2.bias"),
+        ("transformer.h.1.ln_2.bias", None, "h.1.ln_2.bias, which its config needs"),
+        ("transformer.h.9.ln_2.bias", torch.ones(64), "h.9.ln_2.bias, which its config does not"),
     ],
 )
 def test_a_directory_with_wrong_tensors_is_refused(tmp_path, name, tensor, message):
