@@ -248,7 +248,8 @@ class TrainConfig:
         """Halves the micro-batch `size` until it divides the sequences of a process in an update.
 
         The order of the data does not depend on it. Returns the size, and a note for the user, None
-        if nothing changed. Raises `ValueError` as `batch_schedule` does.
+        if nothing changed. Raises `ValueError` if `processes` do not divide the sequences of an
+        update.
         """
         each = self.batch_schedule(processes).full // processes
         fitting = halved(size, each)

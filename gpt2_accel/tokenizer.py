@@ -161,8 +161,8 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; `name` replaces `folder` in errors.
 
-    Raises `ValueError` as `check_text` does, and if the folder holds a model, with a `config.json`,
-    and `AutoTokenizer` loads other token ids from it.
+    Raises `ValueError` if decoding does not give back a text, and if the folder holds a model, with
+    a `config.json`, and `AutoTokenizer` loads other token ids from it.
     """
     name = name or folder
     check_text(tokenizer, name)

@@ -94,7 +94,7 @@ def read_lines(path: str) -> Iterator[bytes]:
 
 
 def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
-    """Yields the rows of a Parquet file as `read_rows` does."""
+    """Yields the rows of a Parquet file, each with its place for messages."""
     from pyarrow.parquet import ParquetFile
 
     with reading(path):

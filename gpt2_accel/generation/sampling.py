@@ -125,11 +125,10 @@ def stream(
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> Iterator[list[Completion]]:
-    """Like `complete`, but yields after each token; the list holds the same objects each time, one
-    token longer.
+    """Yields the completions after each token, as a list of the same objects, one token longer.
 
-    A text only grows: a possible start of a stop string and the first bytes of a character are held
-    back.
+    `complete` describes the arguments. A text only grows: a possible start of a stop string and the
+    first bytes of a character are held back.
     """
     completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]

@@ -149,7 +149,7 @@ def write_any(
 
 @torch.no_grad()
 def with_rows_of_class(model: AnyModel, known: int, tokens: int) -> AnyModel:
-    """Does what `chat_template.with_rows` does, for a class of `transformers`."""
+    """Returns the model with `tokens` rows or more: new rows are the mean of the first `known`."""
     inner = model.inner
     size = max(model.config.vocab_size, tokens)
     if size > model.config.vocab_size:

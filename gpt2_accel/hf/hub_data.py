@@ -35,8 +35,8 @@ def open_hub(data_dir: str | Path) -> None:
     """Downloads data on the Hub, `hub:USER/NAME[@REVISION]`, into `folder_of(data_dir)`.
 
     Does nothing for a folder. Existing data is not downloaded again, so that a run that resumes
-    reads the same commit. One process of a machine downloads, the others wait. Raises `OSError` and
-    `ValueError` as `pull_data` does.
+    reads the same commit. One process of a machine downloads, the others wait. Raises `OSError` if
+    the Hub cannot be reached, `ValueError` if it has no such prepared data or a file is damaged.
     """
     if not str(data_dir).startswith(HUB):
         return

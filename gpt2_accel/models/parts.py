@@ -220,9 +220,9 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 def logits_loss(
     logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", z_loss: float = 0.0
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cross-entropy of logits, as `head_loss` does.
+    """Returns the cross-entropy of logits.
 
-    logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T).
+    logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T). `head_loss` has the other arguments.
     """
     flat = targets.flatten()
     logits = logits.flatten(0, -2)

@@ -44,7 +44,7 @@ class Initialization(TrainConfig):
         super().__post_init__()
         if self.initialization not in RESET:
             raise ValueError(
-                f"initialization is {self.initialization!r}: give one of {', '.join(RESET)}"
+                f"initialization must be one of {', '.join(RESET)}, got {self.initialization!r}"
             )
 
 
