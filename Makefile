@@ -103,7 +103,7 @@ PIP := $(BIN)/python -m pip --quiet
 
 .venv/llama/installed: .venv/installed-dev
 	$(PYTHON) -m venv .venv/llama
-	$(PIP) install sentencepiece  # of llama.cpp's converter
+	$(PIP) install sentencepiece  # llama.cpp's converter needs it
 	.venv/llama/bin/python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest .venv/llama \
 		llama-cpp-python==0.3.36
 	tar -xzf .venv/llama/llama_cpp_python-0.3.36.tar.gz -C .venv/llama --strip-components 2 --wildcards '*/vendor/llama.cpp/*'

@@ -46,7 +46,8 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
         def lock() -> None:
             wait = GRACE_OF_HOLDER if config.resume_from == "latest" else 0.0
             stack.enter_context(lock_folder(config.output_dir, wait=wait))
-            for partial in Path(config.output_dir).glob(".checkpoint-*"):  # any machine's
+            # A killed process on any machine may have left one.
+            for partial in Path(config.output_dir).glob(".checkpoint-*"):
                 remove(partial)
 
         on_main_process(lock)

@@ -147,7 +147,7 @@ def json_copy(state: dict[str, Any]) -> dict[str, Any]:
     """
     copy = json.loads(json.dumps(state, default=repr))
     for name, value in state.items():
-        if repr(value) != repr(copy[name]):  # texts compare: NaN equals NaN, (1,) is not [1]
+        if repr(value) != repr(copy[name]):  # compares texts: NaN equals NaN, a tuple is not a list
             raise ValueError(
                 f"a checkpoint cannot hold the {name} {value}: put tensors at the first level of a "
                 "state, and use numbers, texts, lists and dicts with texts as keys for the rest"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TABLES = {".csv", ".tsv"}  # rows that are not read; their syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # approximate factors
-SAMPLED_ROWS = 2000  # a sample of so many decides how rows are held out
+SAMPLED_ROWS = 2000  # rows sampled to decide how rows are held out
 SECONDS_TO_ANSWER = 8
 TINY_SHAKESPEARE = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

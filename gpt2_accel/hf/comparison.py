@@ -24,7 +24,7 @@ from gpt2_accel.models.any_model import AnyModel
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS = 64  # both models read at most so many
+TOKENS = 64  # largest number of tokens that both models read
 LIMIT = 1e-4  # largest difference, in standard deviations of the logits; fp32 rounding: 3e-6
 
 

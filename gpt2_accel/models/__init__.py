@@ -272,7 +272,7 @@ class LanguageModel(nn.Module):
         vocab_size = self.config.vocab_size
         soft_cap = self.config.soft_cap
         if targets is None:
-            logits = F.linear(x, weight)  # includes the padding rows: aligned memory
+            logits = F.linear(x, weight)  # padding rows too: they align the memory
             return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
         return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
 

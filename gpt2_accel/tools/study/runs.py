@@ -38,7 +38,7 @@ from gpt2_accel.runtime.signals import DRIVER, StopRequest
 from gpt2_accel.tools.study.trials import Trial, arguments, code_of
 
 PAUSE = 0.5  # seconds between checks of a run or its lock
-STOP_SECONDS = 30.0  # SIGKILL follows SIGTERM so late that a run can save a checkpoint
+STOP_SECONDS = 30.0  # delay of SIGKILL after SIGTERM: a run may save a checkpoint
 COLUMNS = [
     "id",
     "settings",

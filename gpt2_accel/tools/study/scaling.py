@@ -31,8 +31,8 @@ for doubling in range(7):
 WIDTHS.append(8192)
 SIZES = 7  # sizes per budget
 TOKENS_PER_PARAMETER = 20  # ratio of the middle size
-FEWEST_UPDATES = 20  # a run has at least so many
-FEWEST_RUNS = 8  # a fit needs at least so many
+FEWEST_UPDATES = 20  # minimum of a run
+FEWEST_RUNS = 8  # minimum for a fit
 FEWEST_BUDGETS = 2
 # Data that is repeated more often is worth less (Muennighoff et al., 2023, arXiv:2305.16264).
 MAX_EPOCHS = 4.0
