@@ -73,10 +73,11 @@ def test_a_short_read_is_an_error(data_dir, monkeypatch):
         lambda data: b"X" + data[1:],
         lambda data: data[:24] + b"\x00" + data[25:],  # checksum
         lambda data: data[: HEADER.size + 3],
+        lambda data: data + b"\x00",
         lambda data: bytes(HEADER.size) + data[HEADER.size :],  # never closed
     ],
 )
-def test_a_wrong_or_truncated_shard_is_refused(tmp_path, change):
+def test_a_wrong_shard_or_one_of_another_size_is_refused(tmp_path, change):
     path = tmp_path / "a.bin"
     entry = write_shard(path, range(100))
     path.write_bytes(change(path.read_bytes()))
