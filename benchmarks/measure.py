@@ -92,7 +92,7 @@ def training(name: str, batch_size: int | None) -> Benchmark:
 def generation(rows: int) -> Benchmark:
     """Returns the benchmark that generates `rows` texts at once."""
     precision = "bf16" if launch_device().type == "cuda" else "no"
-    same = {"shape": SMALL, "batch_size": rows, "precision": precision, "targets": 64 * rows}
+    same = {"shape": SMALL, "batch_size": rows, "precision": precision, "new_tokens": 64}
     jobs = [Job("gpt2_accel", "generate", **same)]
     jobs.append(Job("generate of transformers", "hf_generate", **same))
     return Benchmark("GPT-2 124M writes 64 tokens after a prompt of 16", jobs)

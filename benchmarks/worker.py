@@ -192,7 +192,7 @@ def generate(job: Job, folder: str, gate: Gate) -> None:
     model = GPT(GPTConfig(**job.shape)).to(DEVICE).eval()
     convert_parameters(model, AUTOCAST_DTYPES.get(job.precision, torch.float32))
     prompts = torch.randint(job.shape["vocab_size"], (job.batch_size, 16)).tolist()
-    sampling = Sampling(job.targets // job.batch_size, temperature=0, compile=job.compile)
+    sampling = Sampling(job.new_tokens, temperature=0, compile=job.compile)
     while True:
         for _ in tokens(model, prompts, sampling):
             pass
@@ -207,9 +207,8 @@ def hf_generate(job: Job, folder: str, gate: Gate) -> None:
     dtype = AUTOCAST_DTYPES.get(job.precision, torch.float32)
     model = GPT2LMHeadModel(config).to(DEVICE, dtype).eval()
     prompts = torch.randint(config.vocab_size, (job.batch_size, 16), device=DEVICE)
-    count = job.targets // job.batch_size
     while True:
-        model.generate(prompts, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        model.generate(prompts, max_new_tokens=job.new_tokens, do_sample=False, pad_token_id=0)
         gate()
 
 

@@ -1,6 +1,8 @@
-"""CORE on a small bundle, compared with its rules, those of nanochat's `core_eval.py`.
+"""CORE of a small bundle equals a slow computation by the rules of nanochat's `core_eval.py`.
 
-The rules are applied to one prompt at a time, by transformers' GPT-2.
+`Reference` runs one prompt at a time through transformers' GPT-2. One rule is this project's: an
+item of language modeling is unaligned if the tokens of its context are not a prefix of its tokens;
+the tokens after the common prefix are scored, and `core/unaligned_items` counts it.
 """
 
 import csv
@@ -21,148 +23,204 @@ from gpt2_accel import from_pretrained
 from gpt2_accel.evals.core import Core, open_bundle, read_tasks
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
-POSITIONS, START = 48, 299
+POSITIONS = 48
+END_OF_TEXT = 299  # the last id
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory):
-    """The directory of a random GPT-2 with a BPE, whose next token depends on each token."""
-    folder = tmp_path_factory.mktemp("spoken")
+def model_dir(tmp_path_factory):
+    """The directory of a GPT-2 with a BPE. Large random weights: each token affects the next."""
+    folder = tmp_path_factory.mktemp("model")
     shape = {"n_positions": POSITIONS, "n_layer": 1, "n_head": 2, "n_embd": 16}
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(vocab_size=300, **shape, initializer_range=0.5)).save_pretrained(
-        folder
-    )
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=300, initializer_range=0.5, **shape))
+    model.save_pretrained(folder)
     train_bpe([make_text(500, 1)], 300).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def bundle(spoken, tmp_path_factory):
-    """The bundle of `core_bundle/`, and items whose continuations the model says."""
-    folder, rng = tmp_path_factory.mktemp("core") / "eval_bundle", random.Random(0)
+def bundle(model_dir, tmp_path_factory):
+    """The bundle of `core_bundle/`, with the items of its task `Greedy`.
+
+    12 continuations are the model's most probable token. 3 are unaligned: "at" is a token.
+    """
+    folder = tmp_path_factory.mktemp("core") / "eval_bundle"
     shutil.copytree(Path(__file__).with_name("core_bundle"), folder)
-    said, (encode, logits) = [], rules(spoken)
-    while len(said) < 12:
+    reference = Reference(model_dir)
+    rng = random.Random(0)
+    items = []
+    while len(items) < 12:
         context = make_text(rng.randint(1, 60), rng.randrange(10**6)).strip()
-        ids = [START, *encode(context)]
-        ids.append(int(logits([*ids, 0])[-1].argmax()))
-        continuation = load_tokenizer(spoken).decode(ids[-1])
-        if encode(context + continuation) == ids[1:]:
-            said.append({"context": context, "continuation": continuation})
-    said += [{"context": "the cat sa", "continuation": "t"}] * 3  # the token "at"
-    write_lines(folder / "eval_data/small/said.jsonl", said)
+        ids = reference.encode(context)
+        visible = ids[1 - POSITIONS :]  # the continuation takes the last position
+        token = int(reference.logits(visible)[-1].argmax())
+        continuation = load_tokenizer(model_dir).decode(token)
+        if reference.encode(context + continuation) == ids + [token]:
+            items.append({"context": context, "continuation": continuation})
+    items += [{"context": "the cat sa", "continuation": "t"}] * 3
+    write_lines(folder / "eval_data/small/greedy.jsonl", items)
     return folder
 
 
-def rules(folder):
-    """Returns functions that encode a text, and give the logits of a prompt's tokens, (n, V)."""
-    backend = load_tokenizer(folder).backend_tokenizer
-    hf = GPT2LMHeadModel.from_pretrained(folder).eval()
+class Reference:
+    """transformers' GPT-2 and the tokenizer of a model directory."""
+
+    def __init__(self, folder: Path):
+        self.backend = load_tokenizer(folder).backend_tokenizer
+        self.model = GPT2LMHeadModel.from_pretrained(folder).eval()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns END_OF_TEXT and the tokens of the text."""
+        return [END_OF_TEXT] + self.backend.encode(text, add_special_tokens=False).ids
 
     @torch.no_grad()
-    def logits(ids):
-        return hf(torch.tensor([ids[-POSITIONS:][:-1]])).logits[0]
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Returns the logits after each of the last POSITIONS tokens, (n, V)."""
+        return self.model(torch.tensor([ids[-POSITIONS:]])).logits[0]
 
-    return (lambda text: backend.encode(text, add_special_tokens=False).ids), logits
+    def loss(self, ids: list[int], scored: int) -> float:
+        """Returns the mean loss of the last `scored` tokens, in nats."""
+        return cross_entropy(self.logits(ids)[-scored - 1 : -1], torch.tensor(ids[-scored:])).item()
 
 
-def common(rows: list[list[int]]) -> int:
+def common_prefix(rows: list[list[int]]) -> int:
     """Returns the number of first tokens that all rows share."""
-    for place, ids in enumerate(zip(*rows, strict=False)):
+    for position, ids in enumerate(zip(*rows, strict=False)):
         if len(set(ids)) > 1:
-            return place
+            return position
     return min(map(len, rows))
 
 
-def shuffled(path) -> list[dict]:
+def shuffled(path: Path) -> list[dict]:
     """Returns the items of a task in the order in which they are asked."""
     items = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(1337).shuffle(items)
     return items
 
 
-def core_by_its_rules(spoken, folder) -> dict[str, float]:
+def texts_of(task: dict, item: dict) -> list[str]:
+    """Returns the text of an item with each of its options."""
+    delimiter = task.get("continuation_delimiter", " ")
+    if task["icl_task_type"] == "multiple_choice":
+        return [item["query"] + delimiter + choice for choice in item["choices"]]
+    contexts = item.get("context_options") or [item["context"].strip()]
+    return [context + delimiter + item["continuation"] for context in contexts]
+
+
+def examples_before(task: dict, items: list[dict], number: int) -> str:
+    """Returns the examples before item `number`, with their right options."""
+    others = [i for i in range(len(items)) if i != number]
+    text = ""
+    for i in random.Random(1234 + number).sample(others, task["num_fewshot"][0]):
+        text += texts_of(task, items[i])[items[i].get("gold", 0)] + "\n\n"
+    return text
+
+
+def chosen_option(reference: Reference, rows: list[list[int]]) -> int:
+    """Returns the choice with the lowest loss after the common prefix."""
+    prefix = common_prefix(rows)
+    losses = [reference.loss(row, len(row) - prefix) for row in rows]
+    return losses.index(min(losses))
+
+
+def chosen_context(reference: Reference, rows: list[list[int]]) -> int:
+    """Returns the context after which the common suffix has the lowest loss."""
+    suffix = common_prefix([row[::-1] for row in rows])
+    losses = [reference.loss(row, suffix) for row in rows]
+    return losses.index(min(losses))
+
+
+def is_greedy(reference: Reference, row: list[int], context: list[int]) -> bool:
+    """Tells whether greedy decoding gives all tokens after the common prefix."""
+    scored = len(row) - common_prefix([row, context])
+    target = row[-scored:]
+    predicted = reference.logits(row)[-scored - 1 : -1].argmax(-1).tolist()
+    return predicted == target
+
+
+def core_by_its_rules(model_dir: Path, bundle: Path) -> dict[str, float]:
     """Returns CORE, the accuracy of each task and the number of unaligned items."""
-    encode, logits = rules(spoken)
-    found, centred, unaligned = {}, [], 0
-    with open(folder / "eval_meta_data.csv", newline="") as file:
+    reference = Reference(model_dir)
+    with open(bundle / "eval_meta_data.csv", newline="") as file:
         baselines = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
-    for task in yaml.safe_load((folder / "core.yaml").read_text())["icl_tasks"]:
-        kind, items = task["icl_task_type"], shuffled(folder / "eval_data" / task["dataset_uri"])
-        between, right = task.get("continuation_delimiter", " "), 0
-
-        def written(item, option, between=between):
-            if "choices" in item:
-                return item["query"] + between + item["choices"][option]
-            if "context_options" in item:
-                return item["context_options"][option] + between + item["continuation"]
-            return item["context"].strip() + between + item["continuation"]
-
-        for i, item in enumerate(items):
-            others = [j for j in range(len(items)) if j != i]
-            drawn = random.Random(1234 + i).sample(others, task["num_fewshot"][0])
-            shown = "".join(written(items[j], items[j].get("gold", 0)) + "\n\n" for j in drawn)
-            options = len(item.get("choices", item.get("context_options", [0])))
-            rows = [[START, *encode(shown + written(item, k))] for k in range(options)]
-            if kind == "language_modeling":
-                before = shown + item["context"].strip() + between
-                before = [START, *encode(before.strip())]
-                ends = [len(rows[0]) - common([rows[0], before])]
-                unaligned += rows[0][: len(before)] != before
-                right += logits(rows[0])[-ends[0] :].argmax(-1).tolist() == rows[0][-ends[0] :]
-                continue
-            if kind == "schema":
-                ends = [common([row[::-1] for row in rows])] * options
+    accuracies = {}
+    centred = []
+    unaligned = 0
+    for task in yaml.safe_load((bundle / "core.yaml").read_text())["icl_tasks"]:
+        items = shuffled(bundle / "eval_data" / task["dataset_uri"])
+        right = 0
+        for number, item in enumerate(items):
+            examples = examples_before(task, items, number)
+            rows = [reference.encode(examples + text) for text in texts_of(task, item)]
+            if task["icl_task_type"] == "multiple_choice":
+                right += chosen_option(reference, rows) == item["gold"]
+            elif task["icl_task_type"] == "schema":
+                right += chosen_context(reference, rows) == item["gold"]
             else:
-                ends = [len(row) - common(rows) for row in rows]
-            losses = []
-            for row, end in zip(rows, ends, strict=True):
-                losses.append(cross_entropy(logits(row)[-end:], torch.tensor(row[-end:])).item())
-            right += losses.index(min(losses)) == item["gold"]
-        found[f"core/{task['label']}"] = right / len(items)
+                [row] = rows
+                context = item["context"].strip() + task.get("continuation_delimiter", " ")
+                context = reference.encode((examples + context).strip())
+                right += is_greedy(reference, row, context)
+                unaligned += row[: len(context)] != context
+        accuracy = right / len(items)
         guessing = float(baselines[task["label"]]) / 100
-        centred.append((right / len(items) - guessing) / (1 - guessing))
+        accuracies[f"core/{task['label']}"] = accuracy
+        centred.append((accuracy - guessing) / (1 - guessing))
     core = sum(centred) / len(centred)
-    return {"core/core": core, "core/unaligned_items": unaligned, **found}
+    return {"core/core": core, "core/unaligned_items": unaligned} | accuracies
 
 
-def test_core_follows_its_rules(accelerator, spoken, bundle):
-    model, expected = from_pretrained(spoken), core_by_its_rules(spoken, bundle)
-    core = Core(bundle, load_tokenizer(spoken), model.config)
-    found = core(accelerator, model)
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert expected["core/Said"] == 12 / 15 and expected["core/unaligned_items"] == 3
-    assert 0 < expected["core/Choices"] < 1 and 0 < found["core/core_stderr"] < 1
-    assert found["core/cut_prompts"] > 0
+def test_core_equals_the_reference(accelerator, model_dir, bundle):
+    model = from_pretrained(model_dir)
+    expected = core_by_its_rules(model_dir, bundle)
+    results = Core(bundle, load_tokenizer(model_dir), model.config)(accelerator, model)
+    assert {name: results[name] for name in expected} == pytest.approx(expected)
+    # The items distinguish right from wrong implementations.
+    assert expected["core/Greedy"] == 12 / 15
+    assert expected["core/unaligned_items"] == 3
+    assert 0 < expected["core/Choices"] < 1
+    assert 0 < results["core/core_stderr"] < 1
+    assert results["core/cut_prompts"] > 0
+
+
+def test_an_interrupted_evaluation_returns_nothing(accelerator, model_dir, bundle):
+    model = from_pretrained(model_dir)
+    core = Core(bundle, load_tokenizer(model_dir), model.config)
     assert core(accelerator, model, lambda: True) == {}
 
 
-def test_the_recipe_finds_the_same_on_one_and_two_processes(spoken, bundle, tmp_path, capsys):
-    flags = ["--model", str(spoken), "--tasks", "core", "--data", str(bundle), "--output"]
+def test_the_recipe_gives_equal_results_on_one_and_two_processes(
+    model_dir, bundle, tmp_path, capsys
+):
+    flags = ["--model", str(model_dir), "--tasks", "core", "--data", str(bundle), "--output"]
     run_recipe("evaluate", *flags, str(tmp_path / "one.json"))
     assert "| core/core" in capsys.readouterr().out
     launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
-    one, two = (read_json(tmp_path / f"{n}.json") for n in ("one", "two"))
-    ([first], [second]) = one.values(), two.values()
-    assert first["results"] == pytest.approx(second["results"])
-    assert set(first["results"]) > {"core/core", "core/core_stderr", "core/Endings"}
+    [one] = read_json(tmp_path / "one.json").values()
+    [two] = read_json(tmp_path / "two.json").values()
+    assert one["results"] == pytest.approx(two["results"])
+    assert set(one["results"]) > {"core/core", "core/core_stderr", "core/Endings"}
 
 
 def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     lines = run(tiny("run", core_every=2, core_data=str(bundle), max_steps=2))
     model = from_pretrained(tmp_path / "run")
-    found = Core(bundle, load_tokenizer(tmp_path / "run"), model.config)(accelerator, model)
-    assert {name: lines[-1][name] for name in found} == pytest.approx(found)
+    results = Core(bundle, load_tokenizer(tmp_path / "run"), model.config)(accelerator, model)
+    assert {name: lines[-1][name] for name in results} == pytest.approx(results)
 
 
 def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
     packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
-    assert len(read_tasks(open_bundle(packed))) == len(read_tasks(open_bundle(bundle))) == 5
-    assert [len(task.items) for task in read_tasks(bundle, 5)] == [5] * 5
-    expected = shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
-    assert read_tasks(bundle, 5)[3].items == expected
+    for source in (packed, bundle):
+        assert len(read_tasks(open_bundle(source))) == 5
     with refused("CORE bundle"):
         open_bundle(tmp_path)
     with refused("give its folder"):
         open_bundle()
+
+
+def test_a_limit_keeps_the_first_shuffled_items(bundle):
+    tasks = read_tasks(bundle, 5)
+    assert [len(task.items) for task in tasks] == [5] * 5
+    assert tasks[3].items == shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
