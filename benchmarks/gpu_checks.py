@@ -88,7 +88,8 @@ def losses(metrics: list[dict]) -> list[float]:
 def check_learned(metrics: list[dict]) -> None:
     """Raises `AssertionError` unless all updates were made and the loss fell by half."""
     found = losses(metrics)
-    assert len(found) == UPDATES and all(map(math.isfinite, found)), found
+    assert len(found) == UPDATES, found
+    assert all(map(math.isfinite, found)), found
     assert found[-1] < found[0] / 2, found
 
 
@@ -138,7 +139,8 @@ def evaluation(folder: Path) -> None:
     """A compiled run evaluates and samples; a later evaluation of its model gives the same loss."""
     metrics = run(folder, "run", eval_every=12, sample_every=12, sample_tokens=24)
     found = [entry["val/loss"] for entry in metrics if "val/loss" in entry]
-    assert len(found) == 2 and found[1] < found[0] < 6, found
+    assert len(found) == 2, found
+    assert found[1] < found[0] < 6, found
     assert len(read_json_lines(folder / "run" / "samples.jsonl")) == 2
     once = {"learning_rate": 0.0, "max_steps": 1, "eval_every": 1}
     exact = {"compiled": False, "precision": "no"}

@@ -112,7 +112,8 @@ def chat_base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chat_model(chat_base, tmp_path_factory):
     """The directory of an untrained chat model. Tests must not change it."""
-    folder, tokenizer = tmp_path_factory.mktemp("chat") / "model", chat_tokenizer(chat_base)
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    tokenizer = chat_tokenizer(chat_base)
     save_pretrained(with_rows(from_pretrained(chat_base), 257, 259), folder, tokenizer)
     return folder
 
@@ -357,7 +358,8 @@ def peak_of(action, *arguments) -> int:
         while not done.wait(0.002):
             peaks.append(anonymous_memory())
 
-    done, peaks = threading.Event(), [anonymous_memory()]
+    done = threading.Event()
+    peaks = [anonymous_memory()]
     watcher = threading.Thread(target=watch)
     watcher.start()
     result = action(*arguments)

@@ -196,7 +196,8 @@ class Handler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not match:
             return self.answer(200, data, headers)
-        start, end = int(match[1]), int(match[2] or len(data) - 1) + 1
+        start = int(match[1])
+        end = int(match[2] or len(data) - 1) + 1
         place = f"bytes {start}-{end - 1}/{len(data)}"
         self.answer(206, data[start:end], [("Content-Range", place)])
 

@@ -105,7 +105,9 @@ def in_process(
     script: str | Path, *args: object, fails: bool = False
 ) -> subprocess.CompletedProcess:
     """Runs `python SCRIPT ARGS` in this process."""
-    argv, output, errors = [str(script), *map(str, args)], io.StringIO(), io.StringIO()
+    argv = [str(script), *map(str, args)]
+    output = io.StringIO()
+    errors = io.StringIO()
     code: object = 0
     try:
         with patch.object(sys, "argv", argv), redirect_stdout(output), redirect_stderr(errors):
@@ -261,7 +263,8 @@ def fork_server(at_import: frozenset[tuple[str, str]]) -> TextIO:
     with FileLock(f"{address}.lock"):
         if not address.exists():
             command = [sys.executable, str(ROOT / "tests/fork_server.py"), address]
-            env, nothing = os.environ | dict(at_import), subprocess.DEVNULL
+            env = os.environ | dict(at_import)
+            nothing = subprocess.DEVNULL
             KEPT.append(subprocess.Popen(command, env=env, cwd=ROOT, stdin=nothing, stdout=nothing))
             wait_for(address.exists, SECONDS)
         connection = socket.socket(socket.AF_UNIX)

@@ -29,7 +29,8 @@ SHAPES = {
 
 def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
     """Makes three updates; returns how many matrices were orthogonalized, and the state's size."""
-    counts, orthogonalize = [], muon.orthogonalize
+    counts = []
+    orthogonalize = muon.orthogonalize
 
     def counted(matrices, count=1):
         counts.append(len(matrices))

@@ -34,7 +34,8 @@ def commands_of_section(name: str) -> dict[str, str]:
     """Returns the commands of a section of commands.txt, with their indented line."""
     text = (ROOT / "tests/commands.txt").read_text().replace(" \\\n ", "")
     section = text.partition(f"\n[{name}]")[2].partition("\n\n")[0]
-    found, command = {}, ""
+    found = {}
+    command = ""
     for line in section.splitlines()[1:]:
         if line.startswith(" "):
             words = [SHORT.get(word, word) for word in line.split()]

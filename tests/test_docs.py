@@ -56,7 +56,8 @@ def test_workflows_and_forms_are_yaml_and_actions_are_pinned():
     text = "".join(path.read_text() for path in paths if yaml.safe_load(path.read_text()))
     used = re.findall(r"uses: (.+)", text)
     pinned = re.compile(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+")
-    assert [action for action in used if not pinned.fullmatch(action)] == [] and len(used) >= 8
+    assert [action for action in used if not pinned.fullmatch(action)] == []
+    assert len(used) >= 8
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
     tokenizing, training, *_, last = done.stdout.splitlines()
     assert tokenizing == ""
     assert training == "torch accelerate"
-    assert last.startswith("{'x/mine': 1.0} ") and "evaluate" in last
+    assert last.startswith("{'x/mine': 1.0} ")
+    assert "evaluate" in last
 
 
 def test_a_recipe_imports_the_package_before_torch():

@@ -81,12 +81,14 @@ def test_a_batch_ramp_counts_tokens():
     assert (schedule.updates, schedule.first(60), schedule.sequences(59)) == (60, 36 * 16, 12)
     # A resume with another batch size ends at its own number of tokens, and never exceeds it.
     for seen, full, steps in ((136, 8, 72), (500, 16, 40), (139, 32, 7), (600, 16, 36)):
-        config.total_batch_size, config.max_steps = full * 32, steps
+        config.total_batch_size = full * 32
+        config.max_steps = steps
         schedule = config.batch_schedule(2, step=28, seen=seen)
         sizes = [schedule.sequences(step) for step in range(28, schedule.updates)]
         assert all(4 <= size <= full and size % 4 == 0 for size in sizes)
         assert max(0, full * steps - seen - 3) <= sum(sizes) <= max(0, full * steps - seen)
-    config.total_batch_size, config.epochs = 16 * 32, 1.5
+    config.total_batch_size = 16 * 32
+    config.epochs = 1.5
     config.set_length(400 * 32)  # 600 sequences, 37.5 updates
     assert config.batch_schedule(1).updates > config.max_steps == 38
     config.ramp_start = 1

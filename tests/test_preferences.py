@@ -51,7 +51,8 @@ def pair_rows(number):
 def start(chat_model, tmp_path_factory):
     """A chat model with larger random weights than a new one's."""
     torch.manual_seed(1)
-    folder, model = tmp_path_factory.mktemp("start") / "model", from_pretrained(chat_model)
+    folder = tmp_path_factory.mktemp("start") / "model"
+    model = from_pretrained(chat_model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.03)
@@ -169,7 +170,8 @@ def in_order(pairs, rows):
         open_split(pairs, "train"), micro_batch_size=4, seed=1337,
         sequence_length=TokenStream(pairs, "train").sequence_length,
     )  # fmt: skip
-    tokenizer, by_text = load_tokenizer(pairs / "tokenizer"), {}
+    tokenizer = load_tokenizer(pairs / "tokenizer")
+    by_text = {}
     for row in rows:
         by_text[row["prompt"], row["chosen"]] = row
     found = []
@@ -186,7 +188,8 @@ def in_order(pairs, rows):
 def test_twenty_updates_equal_trl(pairs, start, loss_type, tmp_path):
     trl = pytest.importorskip("trl")
     expected = by_trl(trl, start, in_order(pairs, pair_rows(60)), loss_type, tmp_path / "trl")
-    assert len(expected) == 20 and expected[0]["loss"] == pytest.approx(math.log(2))
+    assert len(expected) == 20
+    assert expected[0]["loss"] == pytest.approx(math.log(2))
     assert min(figures["loss"] for figures in expected) < 0.65
     for processes, size in SHAPES:
         folder = tmp_path / f"{processes}-{size}"
@@ -222,7 +225,8 @@ def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, st
     model, reference = (
         AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "run", start)
     )
-    stream, margins = TokenStream(pairs, "val"), []
+    stream = TokenStream(pairs, "val")
+    margins = []
     for pair in stream.read(0, stream.tokens).reshape(-1, 2, stream.sequence_length // 2):
         better, worse = (
             log_probabilities(model, tokens) - log_probabilities(reference, tokens)
@@ -254,7 +258,8 @@ def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
     assert first["train/aux_loss"] == pytest.approx(found.aux_loss.item(), rel=1e-5)
     expected = math.log(2) + 0.5 * found.aux_loss.item()
     assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert abs(first["train/reward_chosen"]) < 1e-4 and abs(first["train/margin"]) < 1e-4
+    assert abs(first["train/reward_chosen"]) < 1e-4
+    assert abs(first["train/margin"]) < 1e-4
 
 
 # The reference
@@ -274,7 +279,8 @@ def test_the_reference_has_no_dropout_and_is_computed_once(file, start, tmp_path
         [data] = (tmp_path / name).glob("data-*")
         tables.append(reference_of(data))
     for split, count in (("train", 52), ("val", 7)):
-        assert tables[0][split].shape == (count, 2) and (tables[0][split] < -1).all()
+        assert tables[0][split].shape == (count, 2)
+        assert (tables[0][split] < -1).all()
         assert torch.equal(tables[0][split], tables[1][split])
     # Another run on the same pairs reads it.
     monkeypatch.setattr(Preferences, "compute", lambda *_: pytest.fail("computed again"))
@@ -320,7 +326,8 @@ def test_a_kill_at_each_stage_loses_nothing(file, start, tmp_path, times):
     assert losses(metrics(run)) == losses(metrics(whole))
     assert digest(run / "model.safetensors") == digest(whole / "model.safetensors")
     [data] = run.glob("data-*")
-    assert not list(run.rglob(".*.partial")) and len(reference_of(data)) == 2
+    assert not list(run.rglob(".*.partial"))
+    assert len(reference_of(data)) == 2
 
 
 def test_an_adapter_starts_from_the_reference_and_resumes(pairs, start, tmp_path):
@@ -344,7 +351,8 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, sta
     run_recipe("chat_dpo", *flags)
     before = contents(tmp_path / "run")
     changed = write_lines(tmp_path / "changed.jsonl", pair_rows(50))
-    other, model = tmp_path / "other", from_pretrained(start)
+    other = tmp_path / "other"
+    model = from_pretrained(start)
     with torch.no_grad():
         next(model.parameters()).mul_(1.01)
     save_pretrained(model, other, load_tokenizer(start))

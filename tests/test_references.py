@@ -52,7 +52,8 @@ def plain_losses(start, data_dir, sizes, updates):
     loader = TrainLoader(
         open_split(data_dir, "train"), sequence_length=32, micro_batch_size=4, seed=1337
     )
-    expected, seen = [], 0
+    expected = []
+    seen = 0
     for size in sizes:
         total = 0.0
         for input_ids, targets, *_ in loader.update(seen, size):
@@ -107,7 +108,8 @@ def test_a_batch_ramp_equals_a_plain_loop_on_any_number_of_processes(
 )
 def test_samples_follow_the_distribution_of_transformers_processors(settings):
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
-    logits, draws = torch.randn(20) * 2, 4000
+    logits = torch.randn(20) * 2
+    draws = 4000
     scores = TemperatureLogitsWarper(options["temperature"])(None, logits[None])
     if options["top_k"]:
         scores = TopKLogitsWarper(options["top_k"])(None, scores)

@@ -208,7 +208,8 @@ def test_a_run_that_cannot_be_saved_stops_before_its_first_update(
     monkeypatch.setattr(place, fail)
     with pytest.raises(KeyError, match="planted"):
         go(tiny())
-    assert not metrics(tmp_path) and not list(tmp_path.glob("*rehearsal*"))
+    assert not metrics(tmp_path)
+    assert not list(tmp_path.glob("*rehearsal*"))
 
 
 # The model
@@ -376,7 +377,8 @@ def test_callbacks_are_called_in_order_and_resume(tiny, tmp_path):
     checkpoint = str(tmp_path / "run/checkpoint-1")
     again, other = Recorder(), Recorder()
     go(tiny("more", max_steps=2, resume_from=checkpoint), callbacks=[again, other])
-    assert other.total.tolist() == [3.0, 3.0] and other.count == 4
+    assert other.total.tolist() == [3.0, 3.0]
+    assert other.count == 4
     with refused("Recorder#2"):
         go(tiny("fewer", resume_from=checkpoint), callbacks=[Recorder()])
 
@@ -461,7 +463,8 @@ def remembering(model, config):
 
 def test_a_checkpoint_has_the_state_of_its_own_step(tiny, tmp_path, monkeypatch):
     """Although it is written while training goes on and changes the lists."""
-    save, release = ModelFiles.save, threading.Event()
+    save = ModelFiles.save
+    release = threading.Event()
 
     def slow(*arguments, **options):
         release.wait(10)

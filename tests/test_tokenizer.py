@@ -79,13 +79,15 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     save_model(tokenizer, tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text, split_special_tokens=True)["input_ids"] == ids
-    assert again.decode(ids) == text and fingerprint(again) == fingerprint(tokenizer)
+    assert again.decode(ids) == text
+    assert fingerprint(again) == fingerprint(tokenizer)
     assert raw_ids(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), text) == ids
     assert encode(load_tokenizer(tmp_path), [text])[0] == ids
 
 
 def test_gpt2_ids_equal_tiktoken(gpt2):
-    assert len(gpt2) == 50257 and gpt2.eos_token_id == 50256
+    assert len(gpt2) == 50257
+    assert gpt2.eos_token_id == 50256
     fast = token_encoder(gpt2)
     assert fast.__name__ == "fast"  # tiktoken
 
@@ -164,7 +166,8 @@ def kind(tokens, adds=False, **roles):
     """A tokenizer of bytes, with special tokens from 256 on; if `adds`, the first begins a text."""
     vocab = {symbol: i for i, symbol in enumerate([*byte_symbols(), *tokens])}
     bpe = Tokenizer(models.BPE(vocab, []))
-    bpe.pre_tokenizer, bpe.decoder = byte_level(), decoders.ByteLevel()
+    bpe.pre_tokenizer = byte_level()
+    bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([*tokens])
     if adds:
         bpe.post_processor = processors.TemplateProcessing(

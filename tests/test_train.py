@@ -74,7 +74,8 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(tiny, tmp_path, monkey
     # Saving, evaluating and sampling do not change the precision of training.
     often = {"save_every": 2, "eval_every": 2, "sample_every": 2, "sample_tokens": 5}
     assert losses(run(tiny("often", **often))) == bf16
-    assert bf16 == pytest.approx(fp32, abs=0.05) and bf16 != fp32
+    assert bf16 == pytest.approx(fp32, abs=0.05)
+    assert bf16 != fp32
     tensors = load_file(tmp_path / "bf16/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 

@@ -46,7 +46,8 @@ def test_resume_with_another_batch_size_keeps_the_data_position_and_the_token_sc
 
 def test_a_resume_refuses_other_data_another_shape_and_another_optimizer(tiny, tmp_path):
     run(tiny("run", max_steps=2))
-    other, config = str(tmp_path / "other"), tiny("run", resume_from="latest")
+    other = str(tmp_path / "other")
+    config = tiny("run", resume_from="latest")
     texts = {"train": [make_text(500, 0)], "val": [make_text(500, 1)]}
     prepare(texts, byte_tokenizer(), other, source="other")
     changed = {"seed": 7, "sequence_length": 16, "data_dir": other}
@@ -77,7 +78,8 @@ def test_a_running_write_completes_after_an_error_in_the_next_update(
     with pytest.raises(RuntimeError, match="CUDA error"):
         run(tiny(save_every=2))
     [checkpoint] = list_checkpoints(tmp_path)
-    assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
+    assert checkpoint.name == "checkpoint-2"
+    assert find_corruption(checkpoint) is None
     monkeypatch.undo()
     assert len(losses(run(tiny(resume_from="latest")))) == 8
 
@@ -168,7 +170,8 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     step = run(config)[-1]["step"]
     found = status(tmp_path)
     assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "max_hours", True)
-    assert not (tmp_path / "model.safetensors").exists() and signals.exit_code == 0
+    assert not (tmp_path / "model.safetensors").exists()
+    assert signals.exit_code == 0
     run(tiny(max_steps=2, **settings))
     found = status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)

@@ -78,7 +78,10 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
     tiny, tmp_path, monkeypatch
 ):
-    log, rename, synced, held = tmp_path / "metrics.jsonl", Path.rename, [0], []
+    log = tmp_path / "metrics.jsonl"
+    rename = Path.rename
+    synced = [0]
+    held = []
 
     def fsync(file):
         if log.exists() and os.path.samestat(os.fstat(file), log.stat()):

@@ -129,6 +129,7 @@ def test_help_names_everything_and_imports_no_library():
         "print({'torch', 'transformers', 'accelerate', 'numpy', 'yaml'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.endswith("set()\n") and not done.stderr
+    assert done.stdout.endswith("set()\n")
+    assert not done.stderr
     for names in (recipe_command.COMMANDS, command.TRAINED, command.CONFIGS, command.SETTINGS):
         assert [name for name in names if name not in done.stdout] == []

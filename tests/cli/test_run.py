@@ -24,14 +24,16 @@ def test_the_launcher_of_several_processes_prints_the_message_first_and_in_its_r
     done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True, fails=True)
     assert done.stdout == ""
     ours, report = done.stderr.split("Traceback", 1)
-    assert ours.count(MISTAKE) == 1 and MISTAKE.partition(": ")[2] in report
+    assert ours.count(MISTAKE) == 1
+    assert MISTAKE.partition(": ")[2] in report
 
 
 @pytest.mark.parametrize("config", ["cpu", "cpu_bf16"])
 def test_cpu_configs_cause_no_warnings_and_use_all_cores(config, caplog):
     flags = ["--config_file", f"accelerate_configs/{config}.yaml", "x.py"]
     _, [env] = launched(flags, {"OMP_NUM_THREADS": "0"})
-    assert not caplog.text and int(env["OMP_NUM_THREADS"]) >= os.cpu_count()
+    assert not caplog.text
+    assert int(env["OMP_NUM_THREADS"]) >= os.cpu_count()
     _, [env] = launched([*flags[:2], "--num_cpu_threads_per_process", "1", "x.py"], {})
     assert env["OMP_NUM_THREADS"] == "1"
 
@@ -90,4 +92,5 @@ def test_unrequested_training_on_the_cpu_is_printed(config, gpu, words, monkeypa
             monkeypatch.setenv(name, value)
     build_accelerator()
     out = capsys.readouterr().out
-    assert words in out and bool(out) == bool(words)
+    assert words in out
+    assert bool(out) == bool(words)

@@ -110,7 +110,9 @@ def test_rows_that_are_left_out_are_counted_and_named(chat_base, tmp_path):
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 21
     last = left_out(manifest["left_out"])[-1]
-    assert "2 rows" in last and "--cut" in last and places[-1] in last
+    assert "2 rows" in last
+    assert "--cut" in last
+    assert places[-1] in last
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(chat_base, tmp_path, monkeypatch):
@@ -129,7 +131,8 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
     )
     template = check + chat_tokenizer(chat_base).chat_template
     manifest = prepared(chat_base, tmp_path, chat_rows(20), template, model="u/n")
-    assert 0 < manifest["left_out"][f"{REFUSED} (too short)"][0] < 20 and manifest["model"] == "u/n"
+    assert 0 < manifest["left_out"][f"{REFUSED} (too short)"][0] < 20
+    assert manifest["model"] == "u/n"
 
 
 # The questions of held-out conversations by the number of conversations; a hash chooses them.
@@ -191,7 +194,9 @@ def test_an_answer_that_is_not_marked_is_left_out(chat_base, tmp_path):
     [(reason, (number, place))] = prepared(chat_base, tmp_path, rows, tokenizer=tokenizer)[
         "left_out"
     ].items()
-    assert "not marked" in reason and number == 1 and "line 4" in place
+    assert "not marked" in reason
+    assert number == 1
+    assert "line 4" in place
 
 
 @pytest.mark.parametrize("template", [None, TWO_BLOCKS])
@@ -204,10 +209,12 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
     )
     tokenizer = load_data_tokenizer(tmp_path / "chat")
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    expected, refused = [], 0
+    expected = []
+    refused = 0
     for _, messages, may_count in rows:
         found = tokenizer.apply_chat_template(messages, **options)
-        ids, counts = found["input_ids"], list(map(bool, found["assistant_masks"]))
+        ids = found["input_ids"]
+        counts = list(map(bool, found["assistant_masks"]))
         counts[0] = False  # nothing comes before it
         ends = [
             len(tokenizer.apply_chat_template(messages[:i])["input_ids"])
@@ -222,9 +229,11 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
         else:
             expected.append((ids, counts))
     found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
-    assert sorted(found) == sorted(expected) and len(expected) > 100
+    assert sorted(found) == sorted(expected)
+    assert len(expected) > 100
     reason = f"{REFUSED} (the template does not mark each answer by itself)"
-    assert manifest["left_out"].get(reason, [0])[0] == refused and bool(refused) == bool(template)
+    assert manifest["left_out"].get(reason, [0])[0] == refused
+    assert bool(refused) == bool(template)
 
 
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
@@ -251,7 +260,8 @@ def test_a_conversation_goes_to_the_fullest_window_with_room_for_it():
 
 
 def test_a_json_file_may_hold_an_array(tmp_path):
-    rows, file = [*chat_rows(30), answered(content="é")], tmp_path / "a.json"
+    rows = [*chat_rows(30), answered(content="é")]
+    file = tmp_path / "a.json"
     file.write_text("\n  " + json.dumps(rows, indent=1))
     assert [row for row, _ in read_rows(str(file))] == rows
 
@@ -268,7 +278,8 @@ def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
     from gpt2_accel import from_pretrained, save_pretrained
 
     rows = [{"messages": row["messages"] * (1 + i % 2)} for i, row in enumerate(chat_rows(99))]
-    tokenizer, model = chat_tokenizer(chat_base), from_pretrained(chat_base)
+    tokenizer = chat_tokenizer(chat_base)
+    model = from_pretrained(chat_base)
     save_pretrained(with_rows(model, 257, 259), tmp_path / "model", tokenizer)
     prepared(chat_base, tmp_path, rows, sequence_length=128)
     kept = {tuple(ids) for ids, _ in stored(tmp_path / "chat", "train")}
@@ -312,8 +323,10 @@ def gradient_norm(model):
 
 
 def test_the_targets_and_the_template_are_covered_by_checksums(chat_base, tmp_path):
-    manifest, folder = prepared(chat_base, tmp_path), tmp_path / "chat"
-    assert manifest["version"] == 2 and manifest["dtype"] == "uint32"
+    manifest = prepared(chat_base, tmp_path)
+    folder = tmp_path / "chat"
+    assert manifest["version"] == 2
+    assert manifest["dtype"] == "uint32"
     assert verify_data(folder) == 4
     file = folder / "train_targets.bin"
     good = file.read_bytes()
@@ -372,7 +385,8 @@ def test_the_loss_of_conversations_and_text_is_the_mean_over_all_counted_targets
     model = GPT(GPTConfig(259, n_positions=64, n_layer=2, n_head=2, n_embd=32))
     input_ids, targets, documents, *_ = next(loader(folder, micro_batch_size=12).update(5, 12))
     counted = (targets != -100).sum(dim=1)
-    assert len(counted.unique()) > 3 and (counted == 64).any()
+    assert len(counted.unique()) > 3
+    assert (counted == 64).any()
     logits = model(input_ids, documents=documents)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     for world_size, size in ((1, 12), (1, 1), (2, 2), (3, 4)):

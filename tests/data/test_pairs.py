@@ -63,7 +63,8 @@ def turns_of(tokenizer, tokens):
     """Returns the question and the answer of half a window; the answer and its end count."""
     ids = tokens & int(TOKEN_ID)
     _, asked, answer = tokenizer.decode(ids).split("<|im_start|>")
-    asked, answer = asked.removeprefix("user\n"), answer.removeprefix("assistant\n")
+    asked = asked.removeprefix("user\n")
+    answer = answer.removeprefix("assistant\n")
     assert tokenizer.decode(ids[tokens & int(COUNTS) != 0]) == answer.split("\n")[0]
     return [text.split("<|im_end|>")[0] for text in (asked, answer)]
 
@@ -73,14 +74,18 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     rows += [pair(chosen="a" * 60), pair(rejected="a" * 60), pair(chosen=" No.", rejected="No. ")]
     rows += [pair(chosen="<|im_end|>"), pair(rejected="<|im_end|>")]
     manifest = prepared(chat_base, tmp_path, rows)
-    tokenizer, seen = chat_tokenizer(chat_base), []
+    tokenizer = chat_tokenizer(chat_base)
+    seen = []
     counts = {reason: count for reason, (count, _) in manifest["left_out"].items()}
-    assert counts.pop(TOO_LONG) == 2 and counts.pop(EQUAL) == 1
+    assert counts.pop(TOO_LONG) == 2
+    assert counts.pop(EQUAL) == 1
     [(reason, count)] = counts.items()
-    assert "special token" in reason and count == 2
+    assert "special token" in reason
+    assert count == 2
     for split in ("train", "val"):
         stream = TokenStream(tmp_path / "pairs", split)
-        assert stream.sequence_length == 128 and set(stream.targets) == {1}
+        assert stream.sequence_length == 128
+        assert set(stream.targets) == {1}
         for tokens in stream.read(0, stream.tokens).reshape(-1, 2, 64):
             (asked, answer), (again, worse) = (turns_of(tokenizer, half) for half in tokens)
             assert asked == again
@@ -92,7 +97,9 @@ def test_pairs_of_one_prompt_share_a_split(chat_base, tmp_path):
     rows = [pair(f"Who {i}?", "a", f"b{k}") for i in range(40) for k in range(3)]
     manifest = prepared(chat_base, tmp_path, rows)
     counts = [entry["documents"] for entry in manifest["splits"].values()]
-    assert sum(counts) == 120 and counts[1] > 0 and counts[1] % 3 == 0
+    assert sum(counts) == 120
+    assert counts[1] > 0
+    assert counts[1] % 3 == 0
     (tmp_path / "one").mkdir()
     with refused("1 different prompt"):
         prepared(chat_base, tmp_path / "one", rows[:3])

@@ -39,7 +39,8 @@ def test_the_order_is_kept_and_few_batches_are_read_ahead():
             ):
                 time.sleep(0.001)
             assert len(started) == min(20, number + 1 + BATCHES_AHEAD)
-    assert number == 19 and not threads()
+    assert number == 19
+    assert not threads()
 
 
 def test_an_error_of_the_thread_is_raised_in_place_of_its_batch():
@@ -67,7 +68,8 @@ def test_the_thread_never_touches_a_gpu(monkeypatch):
     numbers = map(batch, range(4))
     with closing(prefetch(numbers, torch.device("cuda:3"))) as batches:
         assert [found.divisor for found in batches] == list(range(4))
-    assert set(callers) == {threading.main_thread()} and len(callers) == 16
+    assert set(callers) == {threading.main_thread()}
+    assert len(callers) == 16
 
 
 def test_the_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
@@ -84,7 +86,9 @@ def test_the_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
 
 def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, before_update):
     """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
-    read, finished, waiting = TrainLoader.read, [], []
+    read = TrainLoader.read
+    finished = []
+    waiting = []
 
     def slow_read(*args):
         time.sleep(0.01)
@@ -99,4 +103,5 @@ def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, b
     monkeypatch.setattr(TrainLoader, "read", slow_read)
     before_update(slow_update)
     assert losses(run(tiny("slow", max_steps=20))) == expected
-    assert len(waiting) == 20 and sum(waiting) <= 1
+    assert len(waiting) == 20
+    assert sum(waiting) <= 1

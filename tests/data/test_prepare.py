@@ -120,10 +120,12 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(
 
     train, val = everything_in(tmp_path / "many")
     assert [train, val] == everything_in(tmp_path / "one")
-    assert sorted(train + val) == sorted(texts * 8) and 30 < len(val) < 150
+    assert sorted(train + val) == sorted(texts * 8)
+    assert 30 < len(val) < 150
     # Equal rows share a split, in every format.
     rows = [text for text in texts if held_out(text)]
-    assert all(val.count(text) in (7, 8) for text in rows) and len(val) <= 7 * len(rows) + 20
+    assert all(val.count(text) in (7, 8) for text in rows)
+    assert len(val) <= 7 * len(rows) + 20
 
 
 def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
@@ -159,7 +161,8 @@ def test_empty_rows_lone_surrogates_and_separators_in_a_text(tmp_path):
     made(sources_of(tmp_path), tmp_path / "d")
     found = documents_in(tmp_path / "d", "train")
     assert found[0].startswith("ü ä and more")
-    assert {"é", "\ufffd!", "\U0001f600", "a <|endoftext|> b"} < {*found} and "" not in found
+    assert {"é", "\ufffd!", "\U0001f600", "a <|endoftext|> b"} < {*found}
+    assert "" not in found
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,8 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     options = {"shard_tokens": 50_000, "workers": 2, "validation_tokens": 50_000}
     splits = made(sources, tmp_path / "d", **options)["splits"]
     train, val = everything_in(tmp_path / "d")
-    assert val + train == texts and verify_data(tmp_path / "d") > 3
+    assert val + train == texts
+    assert verify_data(tmp_path / "d") > 3
     for entry, found in ((splits["train"], train), (splits["val"], val)):
         assert entry["documents"] == len(found)
         assert entry["bytes"] == len("".join(found).encode())
@@ -258,7 +262,8 @@ def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, name, gpt2):
         options = {"source": "a corpus", "shard_tokens": 1000, "workers": 2}
         prepare_sources(sources, tokenizer, tmp_path / column, **options)
     files, splits = shards_in(tmp_path / "tokens")
-    assert (files, splits) == shards_in(tmp_path / "text") and len(files) > 8
+    assert (files, splits) == shards_in(tmp_path / "text")
+    assert len(files) > 8
     assert splits["val"]["documents"] > 4
 
 
@@ -304,7 +309,8 @@ def test_data_sets_of_the_hub_are_streamed_and_failed_requests_are_repeated(tmp_
     with Hub() as hub:
         at_import = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
         for suffix in ("parquet", "jsonl", "json.gz"):
-            name, sha = f"u/{suffix}", "a" * 40
+            name = f"u/{suffix}"
+            sha = "a" * 40
             commits = [(sha, hub_content(suffix, tmp_path))]
             hub.repos[name] = {"private": False, "commits": commits}
             hub.faults = [("GET", f"{sha}/data/train-1.{suffix}", 503)]
@@ -314,7 +320,8 @@ def test_data_sets_of_the_hub_are_streamed_and_failed_requests_are_repeated(tmp_
             train, val = everything_in(tmp_path / name)
             expected = sorted(f"{i} {j} hello" for i in range(2) for j in range(500))
             assert sorted(train + val) == expected
-            assert val == [text for text in val if held_out(text)] and 20 < len(val) < 90
+            assert val == [text for text in val if held_out(text)]
+            assert 20 < len(val) < 90
         assert "u/m cannot be found on the Hub (404" in prepared("u/m").stderr
     [line] = [text for text in prepared("u/n").stderr.splitlines() if text.strip()]
     assert "u/n cannot be found on the Hub" in line  # the network is gone
@@ -324,7 +331,9 @@ def test_data_sets_of_the_hub_are_streamed_and_failed_requests_are_repeated(tmp_
 
 
 def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypatch):
-    folder, read, fails = tmp_path / "c", [], []
+    folder = tmp_path / "c"
+    read = []
+    fails = []
     folder.mkdir()
     for i in range(8):
         (folder / f"{i}.jsonl").write_text(json_lines(make_text(30, 10 * i + j) for j in range(8)))
@@ -348,11 +357,13 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
         prepared("d")
     fails.clear()
     prepared("d")
-    assert (3, 0) < read[0] < (5, 8) and read[-1] == (7, 7)
+    assert (3, 0) < read[0] < (5, 8)
+    assert read[-1] == (7, 7)
     prepared("d")  # complete already
     assert not read
     prepared("e")
-    assert read_manifest(tmp_path / "d") == read_manifest(tmp_path / "e") and read[0] == (0, 0)
+    assert read_manifest(tmp_path / "d") == read_manifest(tmp_path / "e")
+    assert read[0] == (0, 0)
     fails.append(True)
     with refused("No space"):
         prepared("f")
@@ -395,7 +406,8 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, mon
     rows = json_lines(make_text(30, seed) for seed in range(40))
     for other in ("1.jsonl", "2.jsonl", name):
         (folder / other).write_text(rows)
-    path, times = folder / name, (10**9, 10**9)
+    path = folder / name
+    times = (10**9, 10**9)
     os.utime(path, times)
     encode = TextWriter.encode
 

@@ -39,7 +39,8 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     monkeypatch.setenv(OVERRIDES, json.dumps({"reports_out_of_memory": True}))
     torch._dynamo.reset()
     plain = GPTConfig(vocab_size=128, n_positions=8, n_layer=1, n_head=1, n_embd=16).build()
-    forward, there = plain.wte.forward, []
+    forward = plain.wte.forward
+    there = []
 
     def limited(input_ids):
         there.append(all(parameter.grad is not None for parameter in plain.parameters()))

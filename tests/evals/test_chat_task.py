@@ -44,10 +44,13 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
         {"prompt": "dd", "answer": "yes"},
         {"prompt": "e", "answer": "yes"},
     ]
-    task, parts = build_chat(items, tokenizer), []
+    task = build_chat(items, tokenizer)
+    parts = []
     found = task(accelerator, GPT(SHAPE))
-    assert found["chat/exact_match"] == 0.6 and found["chat/stop_rate"] == 0.8
-    assert found["chat/exact_match_x"] == 0.5 and found["chat/exact_match_y"] == 1
+    assert found["chat/exact_match"] == 0.6
+    assert found["chat/stop_rate"] == 0.8
+    assert found["chat/exact_match_x"] == 0.5
+    assert found["chat/exact_match_y"] == 1
     assert found["chat/exact_match_x_stderr"] == pytest.approx(0.5)
     assert "chat/exact_match_y_stderr" not in found
 
@@ -56,7 +59,8 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
     for rank in range(2):
         monkeypatch.setattr(Accelerator, "process_index", rank)
         again = task(accelerator, GPT(SHAPE))
-    assert again == found and len(parts) == 5
+    assert again == found
+    assert len(parts) == 5
 
 
 def test_empty_answers_that_end_are_exact(accelerator, tokenizer):

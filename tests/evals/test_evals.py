@@ -90,7 +90,8 @@ def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models,
     text = make_text(45, 0)
     found = build_text(text, stride)(accelerator, model)
     ids = [256, *text.removesuffix("\n").encode()]
-    nats, start = [], 1
+    nats = []
+    start = 1
     while start < len(ids):  # each window predicts the tokens after the previous window
         end = min(len(ids), start + (POSITIONS if start == 1 else stride or POSITIONS))
         window = torch.tensor([ids[max(0, end - 1 - POSITIONS) : end]])
@@ -128,7 +129,8 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
         loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
         losses += [x.mean().item() for x, t in zip(loss, targets, strict=True) if (t != -100).any()]
     assert len(losses) == 10
-    mean, spread = torch.tensor(losses).mean().item(), torch.tensor(losses).std().item()
+    mean = torch.tensor(losses).mean().item()
+    spread = torch.tensor(losses).std().item()
     assert found["val/loss"] == pytest.approx(mean, abs=1e-4)
     assert found["val/perplexity"] == math.exp(found["val/loss"])
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=0.02)
@@ -155,11 +157,14 @@ def test_the_loss_of_conversations_is_the_mean_over_the_tokens_of_answers(chat_b
 
 
 def test_scores_are_without_dropout_and_a_stop_restores_the_training_mode(accelerator):
-    model, asked = GPT(replace(SHAPE, dropout=0.5)).train(), []
+    model = GPT(replace(SHAPE, dropout=0.5)).train()
+    asked = []
     task = build_hellaswag(hellaswag_items(400))
     assert task(accelerator, model) == task(accelerator, model)
     found = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
-    assert found == {} and model.training and len(asked) == 3
+    assert found == {}
+    assert model.training
+    assert len(asked) == 3
 
 
 def test_items_with_endings_that_do_not_fit_are_skipped():
@@ -168,14 +173,16 @@ def test_items_with_endings_that_do_not_fit_are_skipped():
     task = build_hellaswag(items)
     assert "1 items are skipped" in task.notes[0]
     rest = build_hellaswag(items[:3] + items[4:])
-    assert task.questions == rest.questions and task.labels == rest.labels
+    assert task.questions == rest.questions
+    assert task.labels == rest.labels
 
 
 def test_items_of_a_file(tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text('{"text": "a\u2028b"}\r\n\r\n{"text": "c"}', encoding="utf-8")
     first, second = read_items(path)
-    assert first == (f"{path}, line 1", {"text": "a\u2028b"}) and second.place.endswith("line 3")
+    assert first == (f"{path}, line 1", {"text": "a\u2028b"})
+    assert second.place.endswith("line 3")
     text = tmp_path / "items.txt"
     text.write_bytes("the cat\n\nsat on\r\n".encode("utf-8-sig"))  # as on Windows
     assert read_items(text) == [(str(text), {"text": "the cat\n\nsat on\r\n"})]

@@ -40,7 +40,8 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     model = build(200)
     messages = SYSTEM + said(*(f"number {i} {'a' * 20}" for i in range(9)))
     dropped, answer = last(model, tokenizer, messages)
-    assert dropped > 0 and dropped % 2 == 0
+    assert dropped > 0
+    assert dropped % 2 == 0
     longer = SYSTEM + messages[dropped - 1 :]  # two messages more do not fit
     assert len(encode_prompt(tokenizer, longer)) + GREEDY.max_new_tokens > 200
     (alone,) = complete(model, tokenizer, [SYSTEM + messages[1 + dropped :]], GREEDY)
@@ -48,7 +49,8 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     assert last(model, tokenizer, SYSTEM + said("Hi"))[0] == 0
     # The answer ends where the positions do.
     _, answer = last(model, tokenizer, said("a" * 160), Sampling(100, temperature=0))
-    assert answer.ended and len(answer.ids) <= 200 - 160
+    assert answer.ended
+    assert len(answer.ids) <= 200 - 160
 
 
 def test_unusable_conversations_are_refused(tokenizer, chat_base):

@@ -58,7 +58,8 @@ def ids(model, prompts, max_new_tokens, **sampling):
 @torch.no_grad()
 def recomputed(model, prompt, max_new_tokens):
     """Returns the likeliest tokens after a prompt, by this package's model, without a cache."""
-    row, window = [], list(prompt)
+    row = []
+    window = list(prompt)
     model.eval()
     for _ in range(max_new_tokens):
         row.append(model(torch.tensor([window]), logits_to_keep=1).argmax().item())
@@ -164,7 +165,8 @@ def test_stream_holds_back_partial_characters_and_stop_strings(monkeypatch):
     texts = [row[0][0] for row in write(stop=[" STOP", "never"])]
     assert texts[:6] == ["a", "a", "a", "a€", "a€", "a€"]
     assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
-    assert texts[-1] == "a€ STOR" and not any("\ufffd" in text for text in texts)
+    assert texts[-1] == "a€ STOR"
+    assert not any("\ufffd" in text for text in texts)
     assert write(max_new_tokens=2)[-1] == [("a\ufffd", "length")] * 2
 
 

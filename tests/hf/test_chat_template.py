@@ -71,7 +71,8 @@ def test_the_original_templates_of_instruct_models(family, tmp_path):
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     assert tokenizer.decode(ids[counts]) == counted
     end = TEMPLATES[family][0][-1]
-    assert tokenizer.eos_token == end and tokenizer.chat_template == template
+    assert tokenizer.eos_token == end
+    assert tokenizer.chat_template == template
     save_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "tuned", tokenizer)
     assert (tmp_path / "tuned/chat_template.jinja").read_text() == template
     ends = read_json(tmp_path / "tuned/generation_config.json")["eos_token_id"]
@@ -138,15 +139,18 @@ OWN = (
 
 def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
     tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", OWN))
-    assert tokenizer.chat_template == OWN and tokenizer.eos_token == "<|stop|>"
-    assert tokenizer.pad_token == "<|endoftext|>" and len(tokenizer) == 260
+    assert tokenizer.chat_template == OWN
+    assert tokenizer.eos_token == "<|stop|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer) == 260
 
 
 def test_a_template_without_marks_counts_what_follows_the_prompt(chat_base, tmp_path):
     own = OWN.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     own = own.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}A: ")
     tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", own))
-    assert tokenizer.chat_template == own and tokenizer.eos_token == "<|stop|>"
+    assert tokenizer.chat_template == own
+    assert tokenizer.eos_token == "<|stop|>"
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     text = "Q: Be kind.\nQ:  Why?\n\nA: So.\n\nYes. <|stop|>Q: And?\nA: No.<|stop|>"
     assert tokenizer.decode(ids) == text
@@ -205,11 +209,13 @@ def test_new_embeddings_are_the_mean_of_the_known_ones(config, known):
 def test_a_saved_chat_model_names_the_token_that_ends_a_turn(chat_model):
     generation = read_json(chat_model / "generation_config.json")
     config = read_json(chat_model / "config.json")
-    assert generation["eos_token_id"] == [258, 256] and config["eos_token_id"] == 258
+    assert generation["eos_token_id"] == [258, 256]
+    assert config["eos_token_id"] == 258
     assert generation["pad_token_id"] == config["pad_token_id"] == 256
     assert '[{"role": "user", "content": "Hi"}]' in (chat_model / "README.md").read_text()
     reloaded = load_tokenizer(chat_model)
-    assert reloaded.chat_template == CHATML and len(reloaded) == 259
+    assert reloaded.chat_template == CHATML
+    assert len(reloaded) == 259
 
 
 def test_pipeline_answers_messages(chat_model):

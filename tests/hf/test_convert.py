@@ -63,7 +63,8 @@ def test_logits_of_our_model_equal_those_of_transformers(tmp_path, bias):
     )
     assert not any(info.values()), info
     # llama.cpp's converter needs `n_ctx`; vLLM knows the activation by this name.
-    assert hf.config.n_ctx == 32 and hf.config.activation_function == "gelu_pytorch_tanh"
+    assert hf.config.n_ctx == 32
+    assert hf.config.activation_function == "gelu_pytorch_tanh"
     assert torch.equal(hf.eval()(INPUT_IDS).logits, ours(INPUT_IDS))
     again = from_pretrained(tmp_path)
     assert again.config == ours.config
@@ -106,7 +107,8 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
             with refused(str(directory)):
                 from_pretrained(directory)
         else:
-            ours, opened = from_pretrained(directory).eval(), opened + 1
+            ours = from_pretrained(directory).eval()
+            opened += 1
             assert torch.equal(ours(INPUT_IDS), theirs(INPUT_IDS).logits), state
     assert opened == 4
     save_pretrained(ours, tmp_path / "older shards beside it")
@@ -157,7 +159,8 @@ def test_saving_and_loading_make_no_second_copy_of_the_weights(tmp_path):
     saving = peak_of(save_pretrained, model, tmp_path)
     del model
     loading = peak_of(from_pretrained, tmp_path)
-    assert saving < 0.3 * size and loading < 1.3 * size, (saving / size, loading / size)
+    assert saving < 0.3 * size, (saving / size, loading / size)
+    assert loading < 1.3 * size, (saving / size, loading / size)
 
 
 def edit(folder, **tensors):

@@ -126,10 +126,12 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     assert f"{server.url}/user/tuned" in succeed(*push)
     pushed = server.files("user/tuned")
     assert pushed["model.safetensors"] == (tmp_path / "tuned/model.safetensors").read_bytes()
-    assert "config.yaml" not in pushed and "metrics.jsonl" not in pushed
+    assert "config.yaml" not in pushed
+    assert "metrics.jsonl" not in pushed
     assert b"base_model: user/name\n" in pushed["README.md"]
     if importlib.util.find_spec("matplotlib"):
-        assert b"\n![Loss](loss.png)\n" in pushed["README.md"] and "loss.png" in pushed
+        assert b"\n![Loss](loss.png)\n" in pushed["README.md"]
+        assert "loss.png" in pushed
 
 
 def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch, capsys):
@@ -184,8 +186,10 @@ def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_pat
     run(config)
     files = here.files(REPO)
     assert json.loads(files["config.json"])["model_type"] == "qwen3"
-    assert b"- qwen3\n" in files["README.md"] and b"checkpoint-8" not in files["README.md"]
-    assert "notes.md" in files and not (old.keys() | {"run.json", "status.json"}) & files.keys()
+    assert b"- qwen3\n" in files["README.md"]
+    assert b"checkpoint-8" not in files["README.md"]
+    assert "notes.md" in files
+    assert not (old.keys() | {"run.json", "status.json"}) & files.keys()
     checkpoint = tmp_path / "run/checkpoint-8"
     sent = {path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
     assert {f"last-checkpoint/{path}" for path in sent} < files.keys()

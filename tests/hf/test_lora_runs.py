@@ -85,10 +85,12 @@ def logits(model, vocab_size=257):
 
 def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
     checkpoint = chat_run / "checkpoint-12"
-    assert not list(checkpoint.glob("model*")) and not (checkpoint / "config.json").exists()
+    assert not list(checkpoint.glob("model*"))
+    assert not (checkpoint / "config.json").exists()
     saved = load_file(checkpoint / ADAPTER)
     rows = [name for name in saved if "trainable_tokens" in name]
-    assert all("lora_" in name for name in saved.keys() - rows) and len(rows) == 1
+    assert all("lora_" in name for name in saved.keys() - rows)
+    assert len(rows) == 1
     assert saved[rows[0]].shape == (2, 64)
     assert all(name.endswith("lora_A.weight") or saved[name].any() for name in saved)
     optimizer = load_file(checkpoint / "training_state/optimizer.safetensors")
@@ -98,7 +100,8 @@ def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
 
 def opened_by_its_card(adapter):
     """Runs the code of an adapter's card; returns the model that it opens."""
-    card, names = (adapter / "README.md").read_text(), {}
+    card = (adapter / "README.md").read_text()
+    names = {}
     exec(re.search("```python\n(.*?)```", card, re.DOTALL)[1], names)
     return names["model"]
 
@@ -201,7 +204,8 @@ def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
     run_recipe("chat_sft", *given, *flags(tmp_path / "run", sequence_length=64))
     saved = load_file(tmp_path / "run/adapter" / ADAPTER)
     rows = {name: tensor for name, tensor in saved.items() if "trainable_tokens" in name}
-    assert {tensor.shape for tensor in rows.values()} == {(2, 32)} and len(rows) == 2
+    assert {tensor.shape for tensor in rows.values()} == {(2, 32)}
+    assert len(rows) == 2
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
     opened = opened_by_its_card(tmp_path / "run/adapter")
     torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
@@ -240,9 +244,11 @@ def test_an_adapter_trains_on_two_processes_as_on_one(
 ):
     """With DDP and FSDP2 the adapter is that of one process, and a resume is exact."""
     if kind == "gpt2":
-        base, data = start / "base", next(chat_run.glob("data-*"))
+        base = start / "base"
+        data = next(chat_run.glob("data-*"))
     else:
-        base, data = save_family(kind, tmp_path / "base"), data_dir
+        base = save_family(kind, tmp_path / "base")
+        data = data_dir
     given = {"init_from": base, "data_dir": data, "sequence_length": 64, "lora_dropout": 0.0}
     given |= {"sample_every": 0, "micro_batch_size": 2, "warmup_steps": 2}
 

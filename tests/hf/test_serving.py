@@ -98,13 +98,15 @@ def answers(url, server):
 
 def test_transformers_serve_streams_a_completion(trained, tmp_path):
     pytest.importorskip("openai", reason="needs the extra: pip install 'transformers[serving]'")
-    port, log = free_port(), tmp_path / "log"
+    port = free_port()
+    log = tmp_path / "log"
     server = Started(COMMAND, "serve", trained, "--port", port, "--device", "cpu", log=log)
     try:
         url = f"http://localhost:{port}"
         wait_for(lambda: answers(f"{url}/health", server), 120)
         pieces = streamed(url)
-        assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
+        assert len(pieces) > 3
+        assert "".join(pieces) == greedy(trained, 24)
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
@@ -176,7 +178,8 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
 @needs_llama_cpp
 def test_the_server_of_llama_cpp_streams_a_completion(trained, tmp_path):
     convert(trained, tmp_path / "quickstart.gguf")
-    port, log = free_port(), tmp_path / "log"
+    port = free_port()
+    log = tmp_path / "log"
     flags = ("--model", tmp_path / "quickstart.gguf", "--n_ctx", "64", "--port", port)
     with log.open("w") as output:
         server = subprocess.Popen(
@@ -186,7 +189,8 @@ def test_the_server_of_llama_cpp_streams_a_completion(trained, tmp_path):
         url = f"http://localhost:{port}"
         wait_for(lambda: answers(f"{url}/v1/models", server), 120)
         pieces = streamed(url, repeat_penalty=1.0)
-        assert len(pieces) > 3 and "".join(pieces) == greedy(trained, 24)
+        assert len(pieces) > 3
+        assert "".join(pieces) == greedy(trained, 24)
     finally:
         server.kill()
         server.wait()

@@ -24,7 +24,8 @@ def test_short_attention_in_bf16_on_a_cpu_is_computed_in_fp32(T, short):
     in_fp32 = attend(q.float(), k.float(), v.float(), None).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         found = attend(q, k, v, None)
-    assert found.dtype == torch.bfloat16 and torch.equal(found, in_fp32) == short
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, in_fp32) == short
     exact = attend(q.double(), k.double(), v.double(), None)
     assert (found - exact).norm() < 1e-2 * exact.norm()
 
@@ -35,7 +36,8 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
     order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
     model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
     tokens = torch.randint(50, (2, length))
-    before, seen = _cur_sdpa_kernel_backends(with_priority=True), []
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    seen = []
     plain = F.scaled_dot_product_attention
 
     def spied(*args, **kwargs):

@@ -85,10 +85,12 @@ def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, loss):
         found = ours(x.double(), weight.double(), targets, loss)
     else:
         rounded = dtype or torch.float32
-        x, weight = x.to(rounded).float(), weight.to(rounded).float()  # the inputs of the products
+        x = x.to(rounded).float()
+        weight = weight.to(rounded).float()  # the inputs of the products
         found = ours(x, weight, targets, loss, dtype)
     expected = reference(x, weight, targets, *loss[2:])
-    assert [part.dtype for part in found[2:]] == [found[0].dtype] * 2 and not found[1].requires_grad
+    assert [part.dtype for part in found[2:]] == [found[0].dtype] * 2
+    assert not found[1].requires_grad
     for place in (0, 1, 2, 3) if loss[2] else (0, 2, 3):
         assert distance(found[place], expected[place]) < tolerance
     assert not found[3][VOCAB:].any()
@@ -96,7 +98,8 @@ def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, loss):
 
 def test_small_probabilities_do_not_underflow_in_fp16():
     V = 50_000
-    x, weight = torch.randn(N, C).half(), (torch.randn(V, C) * 0.02).half()
+    x = torch.randn(N, C).half()
+    weight = (torch.randn(V, C) * 0.02).half()
     targets = torch.randint(V, (N,))
     _, _, grad = cross_entropy.chunked_cross_entropy(x, weight, targets, V, 10, False, None, 0.0)
     double = weight.double().requires_grad_()
@@ -132,7 +135,9 @@ def test_losses_without_gradients():
 def test_peak_memory_is_far_below_all_logits(loss, monkeypatch):
     N, V = 512, 2048
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 32 * V)
-    x, weight, targets = torch.randn(N, C), torch.randn(V, C), torch.randint(VOCAB, (N,))
+    x = torch.randn(N, C)
+    weight = torch.randn(V, C)
+    targets = torch.randint(VOCAB, (N,))
     with profile(profile_memory=True) as profiled:
         ours(x, weight, targets, loss)
     events = profiled.profiler.kineto_results.events()
@@ -157,4 +162,6 @@ def test_compiled_loss_is_equal():
 def test_without_targets_the_loss_is_nan_and_gradients_are_zero(loss):
     x, weight, targets = problem()
     found = ours(x, weight, torch.full_like(targets, -100), loss)
-    assert found[0].isnan() and not found[2].any() and not found[3].any()
+    assert found[0].isnan()
+    assert not found[2].any()
+    assert not found[3].any()

@@ -186,7 +186,8 @@ def test_muon_updates_the_matrices_of_the_blocks(kind):
     names = [name for name, _ in hidden_matrices(model)]
     assert len(names) == MATRICES[kind] * model.config.n_layer
     for name in names:
-        assert re.search(r"\.\d+\.", name) and not re.search("gate.weight|router|conv|norm", name)
+        assert re.search(r"\.\d+\.", name)
+        assert not re.search("gate.weight|router|conv|norm", name)
 
 
 def muon_update(weights, gradients):
@@ -246,7 +247,9 @@ def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_p
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text", "phi3"])
 def test_text_chat_and_samples_with_the_tokenizer_of_a_family(kind, tmp_path, capsys):
     text = "".join(make_text(40, seed) for seed in range(90))
-    tokenizer, base, tuned = own_tokenizer(kind, [text]), tmp_path / "base", tmp_path / "tuned"
+    tokenizer = own_tokenizer(kind, [text])
+    base = tmp_path / "base"
+    tuned = tmp_path / "tuned"
     family_model(kind, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(base)
     tokenizer.save_pretrained(base)
     (tmp_path / "text.txt").write_text(text)

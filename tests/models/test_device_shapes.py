@@ -44,14 +44,17 @@ def test_forward_and_loss_on_another_device(architecture, mask, monkeypatch):
     with kernel_choices(block_masks=mask == "blocks"):
         logits, loss = model(tokens()), model(tokens(), tokens())
         each = model(tokens(), tokens(), reduction="none")
-    assert logits.shape == (4, 256, 300) and logits.device == loss.device == OTHER
-    assert loss.shape == () and each.shape == (4, 256)
+    assert logits.shape == (4, 256, 300)
+    assert logits.device == loss.device == OTHER
+    assert loss.shape == ()
+    assert each.shape == (4, 256)
     assert loss.dtype == each.dtype == torch.float32
 
 
 def without(q, k, v, block_mask, enable_gqa):
     """Stands for compiled FlexAttention, which is not traced on fake tensors."""
-    assert block_mask.kv_num_blocks.device == OTHER and block_mask.shape == (4, 1, 256, 256)
+    assert block_mask.kv_num_blocks.device == OTHER
+    assert block_mask.shape == (4, 1, 256, 256)
     return torch.empty_like(q)
 
 
@@ -67,7 +70,8 @@ def test_chunked_loss_on_another_device(rows, dtype, soft_cap):
     )
     assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
     assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}
-    assert grad_x.shape == x.shape and grad_w.shape == weight.shape
+    assert grad_x.shape == x.shape
+    assert grad_w.shape == weight.shape
 
 
 def test_scores_on_another_device():

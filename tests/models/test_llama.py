@@ -131,7 +131,8 @@ def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
 def test_muon_updates_neither_embedding_nor_head(kind):
     names = {name for name, _ in hidden_matrices(tiny(kind, tied=False).build())}
     of_layer = 6 if kind is NanochatConfig else 7
-    assert len(names) == 2 * of_layer and all(name.startswith("layers.") for name in names)
+    assert len(names) == 2 * of_layer
+    assert all(name.startswith("layers.") for name in names)
 
 
 class Settings:
@@ -161,7 +162,9 @@ def test_shapes_from_depth_and_from_single_settings(kind, of_two_heads, of_depth
 
 def test_a_depth_that_the_loaded_model_does_not_have_is_refused(kind):
     settings = Settings()
-    settings.init_from, settings.architecture, settings.depth = "mine", kind.architecture, 2
+    settings.init_from = "mine"
+    settings.architecture = kind.architecture
+    settings.depth = 2
     check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
     with refused("n_layer = 3: leave out --architecture and --depth"):
         check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))

@@ -54,7 +54,8 @@ def test_documents_cross_in_any_layer(offset):
 def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     start = save_family("stablelm", tmp_path)
     file, config = start / "model.safetensors", start / "config.json"
-    tensors, values = load(file.read_bytes()), json.loads(config.read_text())
+    tensors = load(file.read_bytes())
+    values = json.loads(config.read_text())
     file.write_bytes(file.read_bytes()[:5000])
     with refused(str(start)):
         from_pretrained(start)

@@ -30,7 +30,8 @@ FLAGS = {"{small}": SMALL, "{tiny}": f"--data_dir {{data}} {SMALL}"}
 
 
 def broken_parquet() -> bytes:
-    table, sink = pyarrow.table({"text": [make_text(50, 0)] * 50}), pyarrow.BufferOutputStream()
+    table = pyarrow.table({"text": [make_text(50, 0)] * 50})
+    sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)
     content = sink.getvalue().to_pybytes()
     return content[:200] + bytes(byte ^ 255 for byte in content[200:400]) + content[400:]
@@ -114,7 +115,8 @@ def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path
     done = in_process(ROOT / "recipes" / f"{recipe}.py", *arguments, fails=True)
     *progress, said = done.stderr.splitlines()
     assert all(re.match("about .* of text, |tokenizing ", text) for text in progress), done.stderr
-    assert said.startswith(f"{recipe}.py: ") and words in said
+    assert said.startswith(f"{recipe}.py: ")
+    assert words in said
     assert everything(tmp_path, whole["data"].parent) == before
 
 

@@ -65,7 +65,8 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
     assert right == 20
     sample = read_json_lines(tmp_path / "run/samples.jsonl")[0]
     begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
-    assert sample["text"].startswith(begin) and len(sample["text"]) > len(begin)
+    assert sample["text"].startswith(begin)
+    assert len(sample["text"]) > len(begin)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,9 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_
     flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
     launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
     values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
-    assert len(values) == 20 and values[-1] < values[0] and (tmp_path / "run/best").is_dir()
+    assert len(values) == 20
+    assert values[-1] < values[0]
+    assert (tmp_path / "run/best").is_dir()
     [data] = (tmp_path / "run").glob("data-*")
     before = (data / "manifest.json").stat().st_mtime_ns
     assert "is complete" in python(RECIPE, *flags).stdout

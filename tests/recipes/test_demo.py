@@ -140,12 +140,14 @@ def test_the_text_page_continues_a_prompt(chat_base):
     page = text_page("mine", from_pretrained(chat_base), load_tokenizer(chat_base), [])
     temperature, top_k, top_p, length = 0, 0, 1, 5
     texts = list(page.fn("the ", temperature, top_k, top_p, length))
-    assert len(texts) == 5 and all(text.startswith("the ") for text in texts)
+    assert len(texts) == 5
+    assert all(text.startswith("the ") for text in texts)
 
 
 def test_a_conversation_on_a_phone(browser, chat_server):
     """The page shows HTML as text, is not wider than the phone, and asks no other host."""
-    page, errors = browser.new_page(), []
+    page = browser.new_page()
+    errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     own = (chat_server.url, "data:", "blob:")
     page.on("request", lambda request: request.url.startswith(own) or errors.append(request.url))
@@ -163,7 +165,8 @@ def test_a_conversation_on_a_phone(browser, chat_server):
     answer.filter(has_text=HTML.split()[0]).wait_for()
     page.locator(".stop-button").wait_for(state="detached", timeout=60_000)
     page.wait_for_timeout(500)
-    assert HTML in answer.inner_text() and page.locator(".message.bot .md *").count() == 0
+    assert HTML in answer.inner_text()
+    assert page.locator(".message.bot .md *").count() == 0
     page.locator("button[title='Copy message']").last.click()
     page.wait_for_timeout(500)
     assert page.evaluate("navigator.clipboard.readText()") == answer.inner_text()

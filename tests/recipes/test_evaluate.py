@@ -108,7 +108,8 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     second = record("hellaswag", "--limit", "10")[str(copied)]
     assert second["results"].items() > first["results"].items()
     again = record("hellaswag")[str(copied)]  # replaces the limited evaluation
-    assert again["results"].keys() == second["results"].keys() and again != second
+    assert again["results"].keys() == second["results"].keys()
+    assert again != second
 
     plain = from_pretrained(copied)
     plain.wte.weight.data[0] += 1
@@ -187,7 +188,8 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
     monkeypatch.setattr(validation, "open_split", removing)
     run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
     [entry] = read_json(tmp_path / "run/evaluation.json").values()
-    assert entry["step"] == 4 and len(entry["weights"]) == 64
+    assert entry["step"] == 4
+    assert len(entry["weights"]) == 64
 
 
 def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):

@@ -33,7 +33,8 @@ def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, t
     flags = "--max_steps 30 --vocab_size 300 --eval_every 15 --sample_every 30 --sample_tokens 20"
     flags = [*flags.split(), "--n_layer", 2, "--n_embd", 64]
     run_recipe("quickstart", *flags, "--output_dir", output)
-    said, first = capsys.readouterr().out, metrics(output)
+    said = capsys.readouterr().out
+    first = metrics(output)
     assert first[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
     assert decay_of(output) == 1.6  # of little text that is read often
     sample, load = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
@@ -72,4 +73,5 @@ def test_shakespeare_char_has_settings_for_a_cpu(tmp_path):
     assert (settings["n_layer"], settings["n_embd"], settings["max_steps"]) == (4, 128, 1)
     options = "--num_samples 1 --dtype bfloat16 --stop a e t --max_new_tokens 40"
     done = python("recipes/sample.py", "--model", output, "--prompt", "the ", *options.split())
-    assert done.stdout.startswith("the ") and not {*done.stdout[4:]} & {*"aet"}
+    assert done.stdout.startswith("the ")
+    assert not {*done.stdout[4:]} & {*"aet"}

@@ -16,8 +16,10 @@ def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, caps
     monkeypatch.setattr("sys.stdin", TextIOWrapper(typed, encoding="utf-8"))
     flags = ("--model", str(chat_model), "--temperature", "0", "--max_new_tokens", "8")
     run_recipe("sample", *flags, "--chat", "true", "--prompt", "Why?", "--system", "Be kind.")
-    model, tokenizer = from_pretrained(chat_model), load_tokenizer(chat_model)
-    messages, expected = [{"role": "system", "content": "Be kind."}], ""
+    model = from_pretrained(chat_model)
+    tokenizer = load_tokenizer(chat_model)
+    messages = [{"role": "system", "content": "Be kind."}]
+    expected = ""
     for question in ("Why?", "And?"):
         messages += user_turn(question)
         [answer] = complete(model, tokenizer, [messages], Sampling(8, temperature=0))
@@ -25,7 +27,8 @@ def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, caps
         messages.append({"role": "assistant", "content": answer.text})
     shown = capsys.readouterr()
     assert shown.out == expected
-    assert "special token <|im_end|>" in shown.err and "not UTF-8" in shown.err
+    assert "special token <|im_end|>" in shown.err
+    assert "not UTF-8" in shown.err
 
 
 def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
@@ -41,6 +44,7 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     held_out = [*map(json.loads, (tmp_path / "a/held_out.jsonl").open())]
     assert not {item["prompt"] for item in held_out} & questions
     groups = Counter(item["group"] for item in held_out)
-    assert groups["invented"] == 150 and groups["known"] > 0
+    assert groups["invented"] == 150
+    assert groups["known"] > 0
     for item in held_out:
         assert (item["answer"] == "I don't know.") == (item["group"] == "invented")

@@ -45,7 +45,8 @@ def killed_before_each(start, step, ends=0) -> Iterator[int]:
         if code != -signal.SIGKILL:
             break
         yield number
-    assert code == ends and number > 1
+    assert code == ends
+    assert number > 1
 
 
 def log_of(config) -> str:

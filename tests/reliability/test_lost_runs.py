@@ -54,7 +54,9 @@ def test_a_run_whose_folder_is_gone_ends_and_writes_nothing_there(
 ):
     """Also without a checkpoint to save: the heartbeat looks. Another run has taken the name."""
     monkeypatch.setattr(log, "HEARTBEAT", 99 if save_every else 0.2)
-    folder, updates, other = tmp_path / "run", [], ExitStack()
+    folder = tmp_path / "run"
+    updates = []
+    other = ExitStack()
 
     def act(step):
         updates.append(step)
@@ -77,7 +79,8 @@ def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
     extended = {"max_steps": 60, "resume_from": "latest", "save_every": 6, "max_hours": 0.1 / 3600}
     run(tiny(**{**extended, "max_steps": 10**5, "lr_schedule": "constant"}))
     step = status(tmp_path)["step"]
-    assert step > 4 and Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
+    assert step > 4
+    assert Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
     run(tiny(max_steps=step + 2, resume_from="latest"))
     assert Path(model_directory(tmp_path)) == tmp_path
 
@@ -93,7 +96,8 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
 
     for number in killed_before_each(diverged, times(30, 1), ends=1):
         saved = list_checkpoints(tmp_path / f"killed-{number}")
-        assert saved and all(find_corruption(path) is None for path in saved)
+        assert saved
+        assert all(find_corruption(path) is None for path in saved)
     # The run that was not killed keeps the checkpoint from before, and is told to resume from it.
     whole = tmp_path / f"killed-{number + times(30, 1)}"
     assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-4", "checkpoint-6"]
@@ -116,7 +120,8 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(tiny, st
     config = tiny("stopped", **settings)
     lines = run(config)
     monkeypatch.undo()
-    assert lines[-1]["step"] == step and "val/loss" not in lines[-1]
+    assert lines[-1]["step"] == step
+    assert "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
     assert losses(run(config)) == losses(expected)
     found = [
@@ -190,7 +195,8 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
     assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice")
     assert not found["requeue"]
     [checkpoint] = list_checkpoints(tmp_path)
-    assert checkpoint.name == "checkpoint-5" and find_corruption(checkpoint) is None
+    assert checkpoint.name == "checkpoint-5"
+    assert find_corruption(checkpoint) is None
 
 
 @pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
@@ -201,7 +207,8 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     os.kill(process.pids[rank], signal.SIGKILL)
     process.wait(60)
     found = status(tmp_path / "run")
-    assert found["state"] == state and found["requeue"], found
+    assert found["state"] == state, found
+    assert found["requeue"], found
 
 
 def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
@@ -227,7 +234,8 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
     settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 6}
     settings |= {"dropout": 0.1, "resume_from": "latest"}
     whole = losses(run(tiny("whole", **settings)))
-    config, stops = tiny("run", **settings), {2, 3}
+    config = tiny("run", **settings)
+    stops = {2, 3}
 
     def stop(step):
         if step in stops:
@@ -260,11 +268,13 @@ def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_
     os.truncate(data / f"{split}_000000.bin", HEADER.size + 100)
     assert process.wait(60) == 1, log_of(config)
     sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
-    assert sentences and all("its size of 164 bytes" in line for line in sentences)
+    assert sentences
+    assert all("its size of 164 bytes" in line for line in sentences)
     found = status(tmp_path / "run")
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
-    assert found["state"] == "failed" and checkpoint.name == f"checkpoint-{found['step']}"
+    assert found["state"] == "failed"
+    assert checkpoint.name == f"checkpoint-{found['step']}"
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,12 @@ from gpt2_accel.runtime.files import digest
 
 
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
-    kills, rng = times(2, 60), random.Random(0)
+    kills = times(2, 60)
+    rng = random.Random(0)
     settings = {"max_steps": times(100, 5000), "save_every": 7, "dropout": 0.1}
     settings |= {"resume_from": "latest", "eval_every": 50}
-    config, killed = tiny("killed", **settings), 0
+    config = tiny("killed", **settings)
+    killed = 0
     for _ in range(kills):
         before = last_step(tmp_path / "killed")
         process = start(config)
@@ -130,7 +132,8 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
         prepared(0, folder)
         assert left(folder) == left(tmp_path / "whole")
         made, expected = (read_manifest(path / "d") for path in (folder, tmp_path / "whole"))
-        assert made["splits"] == expected["splits"] and verify_data(folder / "d")
+        assert made["splits"] == expected["splits"]
+        assert verify_data(folder / "d")
     assert number > 1
 
 
@@ -148,7 +151,8 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
     for step in (4, 8):  # the run tries the last one again
         assert said.count(f": checkpoint-{step} could not be written: {disk}/run/") == 1
     [checkpoint] = list_checkpoints(disk / "run")
-    assert checkpoint.name == "checkpoint-2" and find_corruption(checkpoint) is None
+    assert checkpoint.name == "checkpoint-2"
+    assert find_corruption(checkpoint) is None
     assert not list((disk / "run").glob(".checkpoint*"))
     assert status(disk / "run")["state"] == "failed"
     assert last_step(disk / "run") == 8  # training continued after the failed write
@@ -158,7 +162,8 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
 
 
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
-    disk, left = small_disk(4), 0
+    disk = small_disk(4)
+    left = 0
     honest = lifecycle.wait_for_checkpoint
 
     def fill(run):
@@ -210,7 +215,8 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     (tmp_path / "run/model.safetensors").unlink()
     resumed = run(tiny("run", **settings))
     assert "checkpoint-8 is skipped: model.safetensors does not match" in capsys.readouterr().out
-    assert losses(resumed) == losses(whole) and find_corruption(newest) is None
+    assert losses(resumed) == losses(whole)
+    assert find_corruption(newest) is None
     # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")
     one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
@@ -258,6 +264,8 @@ def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch
     assert status(tmp_path / "many")["state"] == "failed"
     # A resume continues from before the bad updates.
     newest = find_checkpoint("latest", tmp_path / "many")
-    assert newest.name == "checkpoint-7" and weights(newest) == weights(tmp_path / "before")
+    assert newest.name == "checkpoint-7"
+    assert weights(newest) == weights(tmp_path / "before")
     resumed = run(config)
-    assert losses(resumed)[:7] == losses(before) and len(resumed) == 12
+    assert losses(resumed)[:7] == losses(before)
+    assert len(resumed) == 12

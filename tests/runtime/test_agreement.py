@@ -12,11 +12,13 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     """Otherwise rank 0 would resume from update 8 and rank 1 start from 0."""
     changes = {"micro_batch_size": 2, "max_steps": 8, "save_every": 4, "resume_from": "latest"}
     config = tiny_config(data_dir, "run", **changes)
-    script, disks = "tests/train_script.py", {"DISKS": str(tmp_path)}
+    script = "tests/train_script.py"
+    disks = {"DISKS": str(tmp_path)}
     launch(script, *as_flags(config), processes=2, **disks)
     config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
     done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
-    assert "process 1 has the checkpoint None" in done.stderr and "all nodes share" in done.stderr
+    assert "process 1 has the checkpoint None" in done.stderr
+    assert "all nodes share" in done.stderr
     found = status(tmp_path / "node0/run")
     assert (found["state"], found["step"]) == ("finished", 8)
 
@@ -51,7 +53,8 @@ def test_a_bug_in_saving_ends_all_processes_at_the_next_update(data_dir, tmp_pat
     assert 'raise AttributeError("planted")' in done.stderr
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == "AttributeError: planted"
-    assert second.startswith("RuntimeError: Traceback") and "AttributeError: planted" in second
+    assert second.startswith("RuntimeError: Traceback")
+    assert "AttributeError: planted" in second
     found = status(tmp_path / "run")
     assert (found["state"], found["step"], found["requeue"]) == ("failed", 2, False)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
@@ -63,5 +66,6 @@ def test_if_one_process_fails_before_training_all_end_with_its_error(data_dir, t
     with lock_folder(tmp_path / "run"):
         done = launch("tests/train_script.py", *as_flags(config), processes=2, fails=True)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("train_script.py:")]
-    assert sentences and all("in use by" in line for line in sentences), done.stderr
+    assert sentences, done.stderr
+    assert all("in use by" in line for line in sentences), done.stderr
     assert time.monotonic() - started < 30

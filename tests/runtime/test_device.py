@@ -48,7 +48,8 @@ def of_capability(monkeypatch, major, minor=0):
 def test_attention_kernels_follow_the_compute_capability(monkeypatch, major, first):
     gpu = of_capability(monkeypatch, major)
     order = device.attention_order(gpu, deterministic=False)
-    assert order[0] == f"{first}_ATTENTION" and order[-1] == "MATH"
+    assert order[0] == f"{first}_ATTENTION"
+    assert order[-1] == "MATH"
     flash = ("FLASH_ATTENTION",) if major >= 8 else ()
     assert device.attention_order(gpu, deterministic=True) == (*flash, "MATH")
     assert device.has_block_masks(gpu) is (major >= 8)

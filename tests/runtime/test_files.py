@@ -62,7 +62,8 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
 
 
 def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
-    path, rename = tmp_path / "checkpoint-4", Path.rename
+    path = tmp_path / "checkpoint-4"
+    rename = Path.rename
     with atomic_directory(path) as folder:
         (folder / "a.txt").write_text("old")
 
@@ -79,7 +80,8 @@ def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkey
 
 
 def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    synced, named = {}, []
+    synced = {}
+    named = []
 
     def noted(file):
         synced[os.fstat(file).st_ino] = os.fstat(file).st_size
@@ -119,7 +121,8 @@ def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, small_dis
         with pytest.raises(OSError) as raised, context(path) as folder:
             write(folder / "w", content)
         said = sentence(raised.value)
-        assert said.startswith(str(path)) and os.strerror(errno.ENOSPC) in said
+        assert said.startswith(str(path))
+        assert os.strerror(errno.ENOSPC) in said
         with pytest.raises(AttributeError, match="a bug"), context(path):
             raise AttributeError("a bug")
 
@@ -134,7 +137,8 @@ def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys)
             return super().write(content[:7])  # a part, as on a disk that is nearly full
 
     path = tmp_path / "metrics.jsonl"
-    log, disk = JsonLines(path, 0), Disk(path, "ab")
+    log = JsonLines(path, 0)
+    disk = Disk(path, "ab")
     log._file = io.BufferedWriter(disk, 2**20)
     for step, disk.full in enumerate((False, True, True, False, True, True)):
         log.write({"step": step})

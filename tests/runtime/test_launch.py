@@ -144,7 +144,8 @@ def test_the_notebook_trains(tmp_path):
     (tmp_path / "text.txt").write_text(make_text(3000, 0))
     (tmp_path / "notebook.py").write_text(text)
     done = python(tmp_path / "notebook.py", cwd=tmp_path, ACCELERATE_USE_CPU="true")
-    assert "ROMEO:" in done.stdout and (tmp_path / "runs/notebook/model.safetensors").exists()
+    assert "ROMEO:" in done.stdout
+    assert (tmp_path / "runs/notebook/model.safetensors").exists()
 
 
 # Fine-tuning and early stopping
@@ -166,7 +167,8 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     assert (tmp_path / "run/best").resolve().name == f"checkpoint-{best}"
     assert history[-1]["step"] == best + 6 < 60
     found = status(tmp_path / "run")
-    assert found["state"] == "finished" and not found["requeue"]
+    assert found["state"] == "finished"
+    assert not found["requeue"]
 
 
 def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
@@ -188,8 +190,10 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
         return capsys.readouterr().out
 
     whole = planned("8xa100", "A100")
-    assert "processes     8, bf16\n" in whole and "per device of 80.0GB:" in whole
-    assert "micro_batch_size 2 in place of 4" in whole and "does not fit" not in whole
+    assert "processes     8, bf16\n" in whole
+    assert "per device of 80.0GB:" in whole
+    assert "micro_batch_size 2 in place of 4" in whole
+    assert "does not fit" not in whole
     assert "8, bf16, sharded by FSDP2\n" in planned("8xa100-fsdp2", "A100")
     assert "does not fit" in planned("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
     shape = GPTConfig(257, 32, 1, 2, 64)
@@ -204,7 +208,8 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_dry_runs_activation_memory_equals_what_autograd_saves(precision):
     config = GPTConfig(500, n_positions=64, n_layer=3, n_head=2, n_embd=64)
-    model, saved = GPT(config), {}
+    model = GPT(config)
+    saved = {}
 
     def count(tensor):
         storage = tensor.untyped_storage()

@@ -29,7 +29,8 @@ def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, b
     before_update(slow)
     monkeypatch.setattr(log, "HEARTBEAT", 0.05)
     run(tiny())
-    assert seen[0]["state"] == "running" and seen[0]["requeue"]
+    assert seen[0]["state"] == "running"
+    assert seen[0]["requeue"]
     found = read_status(tmp_path)
     assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
     time.sleep(0.1)
@@ -54,7 +55,8 @@ def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
 @pytest.mark.parametrize("updates", [0, 3])
 def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_path):
     """The launcher then also sends SIGTERM to the others."""
-    stop, steps = SimpleNamespace(reason="SIGTERM"), iter((5, 5, 5 + updates, 5 + updates))
+    stop = SimpleNamespace(reason="SIGTERM")
+    steps = iter((5, 5, 5 + updates, 5 + updates))
     with pytest.raises(DistError), Status(tmp_path, lambda: next(steps), stop):
         raise DistError("a peer is gone")
     found = read_status(tmp_path)
@@ -98,5 +100,6 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
     for updates in (9, 14):
         run(tiny(max_steps=updates, resume_from="latest", **every))
     found = [line for line in metrics(tmp_path) if "train/seconds" in line]
-    assert [line["train/seconds"] for line in found] == [1, 5, 9, 10, 14] and now[0] > 300
+    assert [line["train/seconds"] for line in found] == [1, 5, 9, 10, 14]
+    assert now[0] > 300
     assert {line["train/tokens_per_second"] for line in found} == {128}

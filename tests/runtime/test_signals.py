@@ -66,7 +66,8 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_pa
     assert (found["state"], found["reason"]) == ("stopped", number.name)
     assert found["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{found['step']}" and find_corruption(checkpoint) is None
+    assert checkpoint.name == f"checkpoint-{found['step']}"
+    assert find_corruption(checkpoint) is None
 
 
 def test_the_slurm_script_forwards_its_signal_and_needs_no_folder():

@@ -76,7 +76,8 @@ def test_wandb_has_one_id_over_resumes_and_gets_each_step_at_once(tiny, tmp_path
         run(tiny("run", max_steps=max_steps, save_every=4, **settings))
     for call in wandb.init.call_args_list:
         assert call.kwargs["id"] == read_json(tmp_path / "run/run.json")["run_id"]
-        assert call.kwargs["resume"] == "allow" and call.kwargs["config"]["learning_rate"] == 1e-2
+        assert call.kwargs["resume"] == "allow"
+        assert call.kwargs["config"]["learning_rate"] == 1e-2
     logged = [call.kwargs for call in wandb.init.return_value.log.call_args_list]
     assert logged == [{"step": step, "commit": True} for step in range(1, 7)]
 
@@ -86,7 +87,8 @@ def test_a_missing_tracker_is_refused(tiny, tmp_path, monkeypatch):
     with refused("pip install 'trackio"):
         run(tiny("run", report_to=["trackio"]))
     found = status(tmp_path / "run")
-    assert found["state"] == "failed" and "trackio" in found["reason"]
+    assert found["state"] == "failed"
+    assert "trackio" in found["reason"]
 
 
 @needs_all

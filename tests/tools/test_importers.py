@@ -51,7 +51,8 @@ def test_a_checkpoint_of_nanogpt_is_read_and_converted(tmp_path, vocab_size, row
     flags = "--input", file, "--output_dir", out, "--tokenizer", "none"
     run_recipe("import_checkpoint", *flags)
     hf = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-    assert hf.config.vocab_size == vocab_size and hf.config.activation_function == "gelu"
+    assert hf.config.vocab_size == vocab_size
+    assert hf.config.activation_function == "gelu"
     with torch.no_grad():
         torch.testing.assert_close(hf(INPUT_IDS).logits, theirs(INPUT_IDS), atol=1e-5, rtol=0)
     assert from_pretrained(out).config == theirs.config

@@ -59,7 +59,8 @@ def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_pa
             assert page.locator("figure").count() == len(names)
             assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
             settings = page.locator("table").last.inner_text()
-            assert "learning_rate" in settings and "max_steps" not in settings  # equal in both
+            assert "learning_rate" in settings
+            assert "max_steps" not in settings  # equal in both
             assert errors == []
             assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
         browser.close()
@@ -73,7 +74,9 @@ def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
         write_json(place / "evaluation.json", {"model": {**entry, "results": results}})
     page = report_of([RunFolder(folder), RunFolder(runs / "second")])[0]
-    assert "hellaswag/acc<" in page and "0.2500 ± 0.0100" in page and "0.1250" in page
+    assert "hellaswag/acc<" in page
+    assert "0.2500 ± 0.0100" in page
+    assert "0.1250" in page
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json"):
         RunFolder(folder)
@@ -101,7 +104,8 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     assert first.curve("val/loss", "tokens")[1] in drawn()
     second.metadata["tokenizer"] = "another"
     page = report_of([first, second])[0]
-    assert "val/bits_per_byte" in page and "val/perplexity" not in page
+    assert "val/bits_per_byte" in page
+    assert "val/perplexity" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
 
 
@@ -139,7 +143,8 @@ def test_unfinished_and_damaged_runs_have_a_report(runs, tmp_path):
     run_recipe("report", starting, running, "--output_dir", tmp_path / "out")
     assert "</svg>" in (tmp_path / "out/report.html").read_text()
     curve = RunFolder(running).curve("train/loss", "tokens")[1]
-    assert len(curve) == 60 and all(map(math.isfinite, curve))
+    assert len(curve) == 60
+    assert all(map(math.isfinite, curve))
     (running / "run.json").write_bytes(b"\xff{")
     with refused("run.json"):
         RunFolder(running)

@@ -45,7 +45,8 @@ def test_the_named_number_of_seeds_tells_a_difference_of_this_size():
     """With one pair fewer the interval still contains zero."""
     found = judge([0.1, -0.05, 0.06])
     more = int(found.removeprefix("not distinguishable: about ").split()[0])
-    mean, spread = 0.11 / 3, 0.0777
+    mean = 0.11 / 3
+    spread = 0.0777
     for count, verdict in ((3 + more, "worse"), (2 + more, "not distinguishable")):
         values = np.random.default_rng(0).normal(size=count)
         values = (values - values.mean()) / values.std(ddof=1)
@@ -57,7 +58,9 @@ def test_equal_variants_are_told_apart_in_one_case_of_twenty():
     with open(ROOT / "tests/tools/study/equal_runs.csv", newline="") as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert len(losses) == len(set(losses)) >= 60
-    draw, found, count = random.Random(0), 0, 2000
+    draw = random.Random(0)
+    found = 0
+    count = 2000
     for _ in range(count):
         seeds = draw.choice((3, 5, 8))
         drawn = draw.sample(losses, 2 * seeds)

@@ -89,7 +89,8 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
     done, folder, _ = studied
     assert re.search(r"failed: no luck \(.*/lost-seed1-.*/log.txt\)", done.stderr)
     [row] = re.findall(r"^\| wild .*$", done.stdout, re.MULTILINE)
-    assert "1 of 1 diverged" in row and row in (folder / "study.md").read_text()
+    assert "1 of 1 diverged" in row
+    assert row in (folder / "study.md").read_text()
     assert sorted(float(row["loss"]) for row in rows(folder))[1:] == [float("inf")]
 
 
@@ -192,7 +193,8 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
     trials = read_trials(ROOT / "recipes/quickstart.py", [("one", each) for each in changes])
     assert [trial.resolved["weight_decay"] for trial in trials] == [0.3, 1.6, 0.3, 0.3, 0.3]
     ids = [trial.id for trial in trials]
-    assert len({*ids}) == 4 and ids[2] == ids[3]
+    assert len({*ids}) == 4
+    assert ids[2] == ids[3]
     shutil.rmtree(model)
     run(tiny(model, **shape, seed=2))
     assert trials[2].changed("two", seed=trials[2].config.seed).id != ids[2]
@@ -206,9 +208,12 @@ def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
     """Kills the driver or one of its runs 12 times. The runs of a dead driver end in seconds."""
     wanted, updates = 12, 5000
     parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
-    path, whole, out = study_file(tmp_path, data_dir, **parts), tmp_path / "whole", tmp_path / "out"
+    path = study_file(tmp_path, data_dir, **parts)
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
     compare(path, whole)
-    draw, kills = random.Random(1), 0
+    draw = random.Random(1)
+    kills = 0
     while kills < wanted:
         started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
         driver = psutil.Process(started.pids[0])
@@ -255,7 +260,8 @@ def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     }
     path = study_file(tmp_path, data_dir, **parts)
     done = compare(path, tmp_path / "out")
-    assert "tokens: 640" in done.stdout and "tokens: 1.536k" in done.stdout
+    assert "tokens: 640" in done.stdout
+    assert "tokens: 1.536k" in done.stdout
     assert "adamw: 4 trials chose learning_rate 0.01, lr_schedule constant" in done.stdout
     assert "adamw: the best learning_rate is at the end of its axis" in done.stdout
     assert len(rows(tmp_path / "out")) == 8 + 2 * 2 * 2  # trials and runs
@@ -285,7 +291,8 @@ def in_middle(driver, out):
 @pytest.mark.parametrize("how", ["together", "kill", "ctrl-c", "suspend"])
 def test_two_drivers_write_the_table_of_one(how, alone, tmp_path):
     """The table is that of one driver, and no run begins twice."""
-    path, out = alone[0], tmp_path / "out"
+    path = alone[0]
+    out = tmp_path / "out"
     command = (COMPARE, path, "--output_dir", out, "--processes", 1)
     both = [Started(*command, log=tmp_path / f"log{n}") for n in range(2)]
     drivers = [psutil.Process(started.pids[0]) for started in both]

@@ -43,7 +43,8 @@ def isoflop(budgets, count=7, ratio=1.6):
 def test_a_law_is_found_exactly_and_never_has_a_negative_term():
     N, D, C = isoflop([1e18, 1e19])
     law = fit_law(N, D, loss_of(BESIROGLU, N, D), C)
-    assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6) and law.spread < 1e-8
+    assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6)
+    assert law.spread < 1e-8
     found = fit_law(N, D, 2 + 300 * N**-0.3, C).law
     assert [found["E"], found["A"], found["alpha"]] == pytest.approx([2, 300, 0.3], rel=1e-4)
     assert found["B"] < 1e-6
@@ -56,7 +57,9 @@ def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right
     `COVERAGE_STUDIES=400` takes two minutes: 381 were covered, and 9 refused the right form.
     """
     N, D, C = isoflop([1e18, 3e18, 1e19])
-    random, hits, refusals = np.random.default_rng(1), [], []
+    random = np.random.default_rng(1)
+    hits = []
+    refusals = []
     [size], [tokens], _ = isoflop([1e20], count=1)
     for _ in range(STUDIES):
         law = fit_law(N, D, loss_of(BESIROGLU, N, D) + random.normal(0, 0.005, len(N)), C)
@@ -69,7 +72,8 @@ def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right
 
 
 def test_the_rules_of_settings():
-    assert batch_for(2e6, 128) == 2048 and batch_for(10, 128) == 128
+    assert batch_for(2e6, 128) == 2048
+    assert batch_for(10, 128) == 128
     base = settings_for(64, 2e6, 2048, LEARNING_RATE)
     assert (base["max_steps"], base["learning_rate"]) == (977, LEARNING_RATE)
     assert (base["weight_decay"], base["warmup_steps"], base["optimizer"]) == (0.3, 10, "muon")
@@ -106,7 +110,8 @@ def grid_of(data_dir, budgets, loss, **options):
 
 def test_the_sizes_of_a_budget_have_equal_flops(data_dir):
     grid = grid_of(data_dir, [1e14], lambda N, D, _: loss_of(LAW, N, D), sizes=5)
-    assert grid.train() is None and len(grid.runs) == 5
+    assert grid.train() is None
+    assert len(grid.runs) == 5
     sizes = [one.shape.parameter_count for one in grid.runs]
     assert all(1.2 < b / a < 3.2 for a, b in itertools.pairwise(sizes))
     ratios = [one.tokens / one.shape.parameter_count for one in grid.runs]
@@ -123,7 +128,9 @@ def test_a_minimum_at_the_edge_is_named(power, data_dir):
     grid = grid_of(data_dir, [1e11], lambda N, D, _: N**power)
     law = grid.train()
     text = grid.text(law, None)
-    assert law is None and "at least 8 finished runs" in text and "smallest or largest size" in text
+    assert law is None
+    assert "at least 8 finished runs" in text
+    assert "smallest or largest size" in text
     middle = grid_of(data_dir, [1e11], lambda N, D, _: abs(N - grid.runs[3].shape.parameter_count))
     assert "smallest or largest size" not in middle.text(middle.train(), None)
 
@@ -142,7 +149,8 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
     assert ("95% interval " in text.partition("the best run")[2]) == (not shift)
     # The printed command trains the run that the prediction is for.
     words = shlex.split(re.search("train it: gpt2-accel quickstart (.*)", text)[1])
-    config, best = parse_config(TrainConfig, words), grid.best(law, 1e14)
+    config = parse_config(TrainConfig, words)
+    best = grid.best(law, 1e14)
     assert f"{best.shape.parameter_count:,} parameters" in estimate_run(config)
     expected = best.config.settings()
     for name in ("eval_every", "output_dir", "resume_from"):  # of a study
@@ -166,7 +174,8 @@ def test_the_recipe_writes_its_table_its_law_and_the_best_run(data_dir, tmp_path
     assert planned.stdout.count("missing ") == 10, planned.stderr
     done = python(RECIPE, *options, "--output_dir", tmp_path)
     assert (tmp_path / "scaling.md").read_text().strip() in done.stdout
-    assert (tmp_path / "scaling.png").exists() and (tmp_path / "runs.csv").exists()
+    assert (tmp_path / "scaling.png").exists()
+    assert (tmp_path / "runs.csv").exists()
     record = read_json(tmp_path / "law.json")
     assert list(record["law"]) == ["E", "A", "alpha", "B", "beta"]
     assert record["settings"]["n_positions"] == 32
