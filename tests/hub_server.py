@@ -47,8 +47,8 @@ class Hub(ThreadingHTTPServer):
 
     def revision(self, repo_id: str, name: str):
         commits = self.repos[repo_id]["commits"]
-        found = [commit for commit in commits if commit[0] == name]
-        return found[0] if found else commits[-1] if name == "main" else None
+        matches = [commit for commit in commits if commit[0] == name]
+        return matches[0] if matches else commits[-1] if name == "main" else None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -162,10 +162,10 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, _body, repo_id, revision=None):
         if repo_id not in self.server.repos:
             return self.not_found("RepoNotFound")
-        found = self.server.revision(repo_id, revision or "main")
-        if found is None:
+        commit = self.server.revision(repo_id, revision or "main")
+        if commit is None:
             return self.not_found("RevisionNotFound")
-        sha, files = found
+        sha, files = commit
         siblings = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
         self.answer(200, {"id": repo_id, "sha": sha, "siblings": siblings, "tags": []})
 
@@ -173,15 +173,15 @@ class Handler(BaseHTTPRequestHandler):
         folder = folder or ""
         _, files = self.server.revision(repo_id, revision)
         below = {n: data for n, data in files.items() if n.startswith(folder and f"{folder}/")}
-        found = [entry(name, data) for name, data in below.items()]
+        entries = [entry(name, data) for name, data in below.items()]
         if "recursive=true" not in self.path.lower():
             depth = folder.count("/") + bool(folder)
             folders = {name.rsplit("/", 1)[0] for name in below if name.count("/") == depth + 1}
-            found = [item for item in found if item["path"].count("/") == depth]
-            found += [
+            entries = [item for item in entries if item["path"].count("/") == depth]
+            entries += [
                 {"type": "directory", "path": name, "oid": "0", "size": 0} for name in folders
             ]
-        self.answer(200, found)
+        self.answer(200, entries)
 
     def resolve(self, _body, repo_id, revision, path):
         if repo_id not in self.server.repos:

@@ -205,13 +205,13 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags))
         several = args.multi_gpu or args.use_fsdp
         if several:
-            found = prepare_multi_gpu_env(args)
+            variables = prepare_multi_gpu_env(args)
         else:
-            _, found = prepare_simple_launcher_cmd_env(args)
+            _, variables = prepare_simple_launcher_cmd_env(args)
     argv = [args.training_script, *args.training_script_args]
     if not several:
-        return argv, [found]
-    found |= {
+        return argv, [variables]
+    variables |= {
         "WORLD_SIZE": str(args.num_processes),
         "LOCAL_WORLD_SIZE": str(args.num_processes),
         "MASTER_ADDR": "127.0.0.1",
@@ -220,7 +220,7 @@ def launched(flags: list[str], environment: dict[str, str]) -> tuple[list[str], 
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     ranks = map(str, range(args.num_processes))
-    return argv, [found | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
+    return argv, [variables | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks]
 
 
 def exit_code(codes: list[int]) -> int:

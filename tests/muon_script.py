@@ -50,7 +50,7 @@ def main() -> None:
     PartialState(cpu=True)
     muon.iteration_dtype = lambda device: torch.float32
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    found = {}
+    results = {}
     for name, config in SHAPES.items():
         torch.manual_seed(0)
         model = config.build()
@@ -66,11 +66,11 @@ def main() -> None:
         for how, each in (("ddp", model), ("fsdp", sharded)):
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, updated(each, tokens))
-            found[f"{name} {how}"] = ranks
+            results[f"{name} {how}"] = ranks
             for parameter, expected in zip(each.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(full_tensor(parameter), expected, atol=1e-6, rtol=0)
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 cli.run(main)

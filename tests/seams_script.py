@@ -32,9 +32,9 @@ class Gradients:
         if run.step == 0:
             parameters = dict(unwrap(run.accelerator, run.model).named_parameters())
             assert all(is_shard(p) == ("FSDP" in os.environ) for p in parameters.values())
-            found = {name: full_tensor(p.grad).clone() for name, p in parameters.items()}
+            gradients = {name: full_tensor(p.grad).clone() for name, p in parameters.items()}
             if RANK == "0":
-                save_file(found, run.run_dir / "gradients.safetensors")
+                save_file(gradients, run.run_dir / "gradients.safetensors")
 
 
 def named(model, batch):

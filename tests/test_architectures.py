@@ -39,11 +39,11 @@ def trained(architecture, data_dir, tmp_path_factory):
 
 
 def test_training_lowers_the_loss_and_resumes_to_the_bit(tiny, architecture, trained, tmp_path):
-    whole = losses(metrics(trained))
-    assert whole[-1] < whole[0] - 0.3
+    uninterrupted = losses(metrics(trained))
+    assert uninterrupted[-1] < uninterrupted[0] - 0.3
     changes = SIZES | MASKED | {"architecture": architecture, "save_every": 4}
     resumed = run(tiny("again", resume_from=str(trained / "checkpoint-4"), **changes))
-    assert losses(resumed) == whole[4:]
+    assert losses(resumed) == uninterrupted[4:]
     weights = "model.safetensors"
     assert (tmp_path / "again" / weights).read_bytes() == (trained / weights).read_bytes()
 

@@ -34,16 +34,16 @@ def commands_of_section(name: str) -> dict[str, str]:
     """Returns the commands of a section of commands.txt, with their indented line."""
     text = (ROOT / "tests/commands.txt").read_text().replace(" \\\n ", "")
     section = text.partition(f"\n[{name}]")[2].partition("\n\n")[0]
-    found = {}
+    commands = {}
     command = ""
     for line in section.splitlines()[1:]:
         if line.startswith(" "):
             words = [SHORT.get(word, word) for word in line.split()]
-            found[command] = " ".join(words)
+            commands[command] = " ".join(words)
         else:
             command = line
-            found[command] = ""
-    return found
+            commands[command] = ""
+    return commands
 
 
 LOCAL = commands_of_section("local")
@@ -129,8 +129,8 @@ def prepare_folder(folder: Path) -> None:
 
 def test_commands_txt_lists_exactly_the_documented_commands():
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    found = [command for path in files for command in commands_of(path.read_text())]
-    assert set(found) == {*LOCAL, *ON_HUB, *NOT_RUN}
+    documented = [command for path in files for command in commands_of(path.read_text())]
+    assert set(documented) == {*LOCAL, *ON_HUB, *NOT_RUN}
 
 
 def test_every_documented_command_runs(tmp_path):
@@ -149,10 +149,12 @@ def test_the_dry_run_prints_what_the_hardware_page_quotes(tmp_path):
 
 def header_commands() -> list[str]:
     """Returns the commands in the headers of the recipes."""
-    headers = (path.read_text().split('"""')[1] for path in (ROOT / "recipes").rglob("*.py"))
-    lines = (re.sub(r"\\+\n", " ", header).splitlines() for header in headers)
     command = re.compile(r"    (python recipes/|accelerate launch)")
-    return commands_in([line for found in lines for line in found if command.match(line)])
+    lines = []
+    for path in (ROOT / "recipes").rglob("*.py"):
+        header = path.read_text().split('"""')[1]
+        lines += re.sub(r"\\+\n", " ", header).splitlines()
+    return commands_in([line for line in lines if command.match(line)])
 
 
 @pytest.mark.parametrize("command", sorted({*header_commands()} - {*LOCAL, *ON_HUB, *NOT_RUN}))

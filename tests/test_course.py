@@ -44,12 +44,12 @@ def test_a_notebook_runs(path, solved, tmp_path):
     resources = {"metadata": {"path": tmp_path}}
     client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources)
     client.execute()  # raises the error of a cell
-    found = []
+    printed = []
     for cell in tagged(notebook, "check"):
         for output in cell.outputs:
-            found += output.get("text", "").splitlines()
+            printed += output.get("text", "").splitlines()
     verdict = "solved." if solved else "not yet. Hint: "
-    for number, line in zip(EXERCISES, found, strict=True):
+    for number, line in zip(EXERCISES, printed, strict=True):
         assert line.startswith(f"Exercise {number}: {verdict}")
 
 

@@ -85,14 +85,14 @@ def test_the_documented_defaults_equal_the_code(page, defaults):
 
 def texts_of(source: str) -> set[str]:
     """The texts in a module, each value that is put into one as `…`."""
-    found = set()
+    texts = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
-            found.add(ELLIPSIS.sub("…", "".join(parts)))
+            texts.add(ELLIPSIS.sub("…", "".join(parts)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
-    return found
+            texts.add(node.value)
+    return texts
 
 
 def test_the_errors_on_the_troubleshooting_page_exist_in_the_code():

@@ -50,27 +50,27 @@ def room_of(module: str) -> str:
 
 def imports(path: Path) -> set[str]:
     """Returns the dotted names that a module imports, but not those for annotations only."""
-    found = set()
+    modules = set()
     tree = ast.parse(path.read_text())
     tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and "TYPE" in ast.dump(n.test))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= parts if node.module == "gpt2_accel" else {node.module}
-    return found
+            modules |= parts if node.module == "gpt2_accel" else {node.module}
+    return modules
 
 
 def test_a_room_imports_only_rooms_below_it():
     for path in PACKAGE.rglob("*.py"):
-        own = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        importer = room_of(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
         for name in imports(path):
             package, _, module = name.partition(".")
-            if package == "gpt2_accel" and module and (room := room_of(module)) != own:
-                assert LEVELS[room] < LEVELS[own], f"{path} imports {name}"
-            assert package != "accelerate" or own in USE_ACCELERATE, path
+            if package == "gpt2_accel" and module and (room := room_of(module)) != importer:
+                assert LEVELS[room] < LEVELS[importer], f"{path} imports {name}"
+            assert package != "accelerate" or importer in USE_ACCELERATE, path
 
 
 def test_settings_are_read_before_torch_is_imported():
@@ -138,7 +138,7 @@ def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
 def test_a_recipe_imports_the_package_before_torch():
     """The package sets how torch's threads wait, which torch reads when it is imported."""
     recipes = sorted((PACKAGE.parent / "recipes").rglob("*.py"))
-    own = {"gpt2_accel"} | {path.stem for path in recipes}
+    first_party = {"gpt2_accel"} | {path.stem for path in recipes}
     for path in recipes:
         names = []
         for node in ast.parse(path.read_text()).body:
@@ -147,4 +147,6 @@ def test_a_recipe_imports_the_package_before_torch():
             elif isinstance(node, ast.ImportFrom):
                 names.append(node.module)
         roots = [name.partition(".")[0] for name in names]
-        assert next(root for root in roots if root not in sys.stdlib_module_names) in own, path
+        assert next(root for root in roots if root not in sys.stdlib_module_names) in first_party, (
+            path
+        )

@@ -100,8 +100,8 @@ def test_the_wheel_holds_every_shipped_file(wheel):
 
 def files(folder: str) -> list[Path]:
     """Returns the files of a folder of the clone, without caches."""
-    found = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return [path for path in found if "__pycache__" not in path.parts]
+    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [path for path in paths if "__pycache__" not in path.parts]
 
 
 def test_a_recipe_of_the_installed_wheel_trains(installed, data_dir, tmp_path):
@@ -110,8 +110,8 @@ def test_a_recipe_of_the_installed_wheel_trains(installed, data_dir, tmp_path):
     where = done(["python", "-P", "-c", IMPORTS], tmp_path, env)
     assert Path(where).is_relative_to(installed.parent)
     train = f"gpt2-accel launch cpu quickstart --data_dir {data_dir} --output_dir runs/mine"
-    said = done(f"{train} {SMALL}", tmp_path, env)
-    assert "gpt2-accel sample --model runs/mine" in said
+    output = done(f"{train} {SMALL}", tmp_path, env)
+    assert "gpt2-accel sample --model runs/mine" in output
 
 
 @pytest.mark.skipif(not LONG, reason="installs for minutes: make test-install")
@@ -154,6 +154,10 @@ def test_every_pip_install_names_packages_as_setup_cfg_does():
     lines = re.findall(r"\bpip install ('[^`\"\n]+)", text)
     named = {word for line in lines for word in re.findall(r"'([^'{…]+)'", line)}
     # For environments of their own: no extra.
-    own = {"llama-cpp-python[server]==0.3.36", "optimum-onnx[onnxruntime]", "lm-eval>=0.4.9"}
-    assert named - requirements() - own == set()
+    not_required = {
+        "llama-cpp-python[server]==0.3.36",
+        "optimum-onnx[onnxruntime]",
+        "lm-eval>=0.4.9",
+    }
+    assert named - requirements() - not_required == set()
     assert len(named) >= 6

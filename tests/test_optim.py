@@ -98,10 +98,10 @@ def test_a_batch_ramp_counts_tokens():
 
 def test_ranks_share_the_matrices_of_muon():
     """With DDP and FSDP2. There are more ranks than matrices, and 5 does not divide the rows."""
-    found = json.loads(launch("tests/muon_script.py", processes=5).stdout)
+    results = json.loads(launch("tests/muon_script.py", processes=5).stdout)
     # In 3 updates of 3 blocks: 12 square matrices and 6 of 30 x 120, of which 5 ranks take 3 and 2
     # at most. FSDP2's rows are exchanged for each of 4 parameters.
-    assert sorted(count for count, _ in found["GPT ddp"]) == [0, 9, 15, 15, 15]
-    assert {count for count, _ in found["GPT fsdp"]} == {12, 0}
+    assert sorted(count for count, _ in results["GPT ddp"]) == [0, 9, 15, 15, 15]
+    assert {count for count, _ in results["GPT fsdp"]} == {12, 0}
     for model in ("GPT", "Llama"):  # FSDP2 shards the state
-        assert sum(size for _, size in found[f"{model} fsdp"]) == found[f"{model} ddp"][0][1]
+        assert sum(size for _, size in results[f"{model} fsdp"]) == results[f"{model} ddp"][0][1]

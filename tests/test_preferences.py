@@ -121,11 +121,11 @@ def by_trl(trl, start, rows, loss_type, folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     class Recording(trl.DPOTrainer):
-        found: ClassVar[list[float]] = []
+        losses: ClassVar[list[float]] = []
 
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            self.found.append(loss.item())
+            self.losses.append(loss.item())
             return loss
 
     tokenizer = AutoTokenizer.from_pretrained(start)
@@ -157,11 +157,12 @@ def by_trl(trl, start, rows, loss_type, folder):
         "margin": "rewards/margins",
         "reward_accuracy": "rewards/accuracies",
     }
-    found = []
-    for loss, line in zip(Recording.found, lines, strict=True):
-        figures = {ours: float(line[theirs]) for ours, theirs in names.items()}
-        found.append({"loss": loss, **figures})
-    return found
+    rows = []
+    for loss, line in zip(Recording.losses, lines, strict=True):
+        row = {ours: float(line[theirs]) for ours, theirs in names.items()}
+        row["loss"] = loss
+        rows.append(row)
+    return rows
 
 
 def in_order(pairs, rows):
@@ -174,14 +175,14 @@ def in_order(pairs, rows):
     by_text = {}
     for row in rows:
         by_text[row["prompt"], row["chosen"]] = row
-    found = []
+    ordered = []
     for step in range(20):
         for batch in loader.update(4 * step, 4):
             for ids in batch.input_ids:
                 _, asked, answer, *_ = tokenizer.decode(ids).split("<|im_start|>")
                 texts = (text.split("\n", 1)[1].split("<|im_end|>")[0] for text in (asked, answer))
-                found.append(by_text[tuple(texts)])
-    return found
+                ordered.append(by_text[tuple(texts)])
+    return ordered
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
@@ -205,8 +206,8 @@ def test_twenty_updates_equal_trl(pairs, start, loss_type, tmp_path):
             for name, value in theirs.items():
                 if step == 0 and name == "reward_accuracy":  # equal rewards, up to rounding
                     continue
-                found = line[f"train/{name}"]
-                assert found == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
+                actual = line[f"train/{name}"]
+                assert actual == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
 
 
 def log_probabilities(model, tokens):
@@ -253,10 +254,10 @@ def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
     )
     [batch] = loader.update(0, 4)
     model = AutoModelForCausalLM.from_pretrained(start)
-    found = model(batch.input_ids.view(8, 64), output_router_logits=True, use_cache=False)
+    output = model(batch.input_ids.view(8, 64), output_router_logits=True, use_cache=False)
     first = metrics(tmp_path / "run")[0]
-    assert first["train/aux_loss"] == pytest.approx(found.aux_loss.item(), rel=1e-5)
-    expected = math.log(2) + 0.5 * found.aux_loss.item()
+    assert first["train/aux_loss"] == pytest.approx(output.aux_loss.item(), rel=1e-5)
+    expected = math.log(2) + 0.5 * output.aux_loss.item()
     assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
     assert abs(first["train/reward_chosen"]) < 1e-4
     assert abs(first["train/margin"]) < 1e-4
@@ -315,16 +316,16 @@ KILLS = {
 
 
 def test_a_kill_at_each_stage_loses_nothing(file, start, tmp_path, times):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    python(RECIPE, *settings(start, whole, data=file, max_steps=6))
+    run, uninterrupted = tmp_path / "run", tmp_path / "whole"
+    python(RECIPE, *settings(start, uninterrupted, data=file, max_steps=6))
     flags = settings(start, run, data=file, max_steps=6)
     for place, numbers in KILLS.items():
         for number in numbers[: times(1, 5)]:
             done = python(KILLING_SCRIPT, number, place, RECIPE, *flags, fails=True)
             assert done.returncode == -signal.SIGKILL, (number, place, done.stderr)
     python(RECIPE, *flags)
-    assert losses(metrics(run)) == losses(metrics(whole))
-    assert digest(run / "model.safetensors") == digest(whole / "model.safetensors")
+    assert losses(metrics(run)) == losses(metrics(uninterrupted))
+    assert digest(run / "model.safetensors") == digest(uninterrupted / "model.safetensors")
     [data] = run.glob("data-*")
     assert not list(run.rglob(".*.partial"))
     assert len(reference_of(data)) == 2
@@ -385,8 +386,8 @@ def test_figures_of_bf16_and_of_two_sharded_processes(how, pairs, start, tmp_pat
     def flags(name, **changes):
         data = tmp_path / f"{name}-pairs"
         shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-        own = PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6, **changes}
-        return settings(start, tmp_path / name, **own)
+        changes |= PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6}
+        return settings(start, tmp_path / name, **changes)
 
     run_recipe("chat_dpo", *flags("fp32"))
     if how == "bf16":

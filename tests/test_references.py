@@ -117,8 +117,8 @@ def test_samples_follow_the_distribution_of_transformers_processors(settings):
         scores = TopPLogitsWarper(options["top_p"])(None, scores)
     expected = scores[0].softmax(-1)
     generators = [torch.Generator().manual_seed(seed) for seed in range(draws)]
-    found = sample_next(logits.expand(draws, -1), Sampling(1, **options), generators)
-    shares = torch.bincount(found, minlength=20) / draws
+    sampled = sample_next(logits.expand(draws, -1), Sampling(1, **options), generators)
+    shares = torch.bincount(sampled, minlength=20) / draws
     assert not shares[expected == 0].any()
     # Four standard deviations, since there are twenty tokens.
     allowed = 4 * (expected * (1 - expected) / draws).sqrt() + 1e-3

@@ -78,7 +78,7 @@ def test_an_optimizer_resumes_with_all_of_its_state(tiny, tmp_path):
             rates.append([group["lr"] for group in run.optimizer.param_groups])
 
     config = tiny("whole", save_every=4)
-    whole = go(config, optimizer=counted, callbacks=[Rates()])
+    uninterrupted = go(config, optimizer=counted, callbacks=[Rates()])
     expected = [config.learning_rate_at(step) for step in range(8)]
     assert rates == [pytest.approx([rate / 10, rate]) for rate in expected]
     checkpoint = tmp_path / "whole/checkpoint-4"
@@ -86,7 +86,7 @@ def test_an_optimizer_resumes_with_all_of_its_state(tiny, tmp_path):
     assert values["groups"] == [{"count": 4}, {"count": 4}]
     assert values["state"]["wte.weight"]["seen"] == [1, 2, 3, 4]
     resumed = go(tiny("other", resume_from=str(checkpoint)), optimizer=counted)
-    assert losses(resumed) == losses(whole)[4:]
+    assert losses(resumed) == losses(uninterrupted)[4:]
     final = [load_file(tmp_path / f"{name}/model.safetensors") for name in ("whole", "other")]
     assert all(torch.equal(final[0][name], final[1][name]) for name in final[0])
     state = load_file(tmp_path / "other/checkpoint-8/training_state/optimizer.safetensors")
@@ -142,14 +142,14 @@ def test_the_modes_of_an_optimizer_are_switched(tiny, tmp_path):
         return Doubling(model.parameters(), lr=config.learning_rate)
 
     settings = {"max_steps": 6, "save_every": 4, "eval_every": 6, "eval_tokens": 64}
-    whole = go(tiny("whole", **settings), optimizer=doubling, callbacks=[Notes()])
+    uninterrupted = go(tiny("whole", **settings), optimizer=doubling, callbacks=[Notes()])
     assert set(modes) == {(True, True), (False, False)}
     for folder, weight in (("mine", 0), ("whole/checkpoint-4", 0), ("whole", -1)):
         saved = load_file(tmp_path / folder / "model.safetensors")["transformer.wte.weight"]
         assert torch.equal(saved, evaluated[weight])
     checkpoint = str(tmp_path / "whole/checkpoint-4")
     resumed = go(tiny("more", **settings, resume_from=checkpoint), optimizer=doubling)
-    assert losses(resumed) == losses(whole)[4:]
+    assert losses(resumed) == losses(uninterrupted)[4:]
 
 
 class Strange(torch.optim.SGD):
@@ -235,7 +235,7 @@ def changed(config, tokenizer):
 
 def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
     """`transformers` refuses it from the first checkpoint on; its class resumes and opens it."""
-    whole = go(tiny("whole", save_every=4), model=changed)
+    uninterrupted = go(tiny("whole", save_every=4), model=changed)
     checkpoint = tmp_path / "whole/checkpoint-4"
     for folder in (checkpoint, tmp_path / "whole"):
         with pytest.raises(ValueError, match="gpt2_accel_custom"):
@@ -245,7 +245,7 @@ def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
     model, _ = load(str(tmp_path / "whole"), model_class=f"{__file__}:Changed")
     assert [type(block.mlp).__name__ for block in model.h] == ["Squared", "Squared"]
     resumed = go(tiny("other", resume_from=str(checkpoint)), model=changed)
-    assert losses(resumed) == losses(whole)[4:]
+    assert losses(resumed) == losses(uninterrupted)[4:]
     with refused("Changed, not .*GPT"):
         load(str(tmp_path / "whole"), model_class="gpt2_accel.models.gpt2:GPT")
 
@@ -291,8 +291,8 @@ def test_an_update_does_not_depend_on_how_it_is_divided(how, chats, chat_model, 
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3
 
     batch_size = {"total_batch_size": 8 * 64, "micro_batch_size": 2, "sequence_length": 64}
-    own = {"init_from": str(chat_model), "max_steps": 1, "max_grad_norm": 0, **batch_size}
-    config = tiny_config(chats, tmp_path, **own)
+    changes = {"init_from": str(chat_model), "max_steps": 1, "max_grad_norm": 0, **batch_size}
+    config = tiny_config(chats, tmp_path, **changes)
     command = ("tests/seams_script.py", *as_flags(config))
     if how == "alone":
         go(config, **seams_script.CASES["two"])
@@ -304,10 +304,10 @@ def test_an_update_does_not_depend_on_how_it_is_divided(how, chats, chat_model, 
     [line] = metrics(tmp_path)
     assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert line["train/other"] == pytest.approx(other.item(), rel=1e-6)
-    found = load_file(tmp_path / "gradients.safetensors")
-    assert found.keys() == gradients.keys()
+    actual = load_file(tmp_path / "gradients.safetensors")
+    assert actual.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0)
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=0)
 
 
 def test_an_objective_that_calls_the_inner_module_is_refused(data_dir, tmp_path):
@@ -322,7 +322,7 @@ def test_each_update_and_process_has_random_numbers_of_its_own(data_dir, tmp_pat
     two = tiny_config(data_dir, tmp_path / "two", max_steps=4, micro_batch_size=2)
     launch("tests/seams_script.py", *as_flags(two), processes=2, CASE="random")
     means = [line["train/draw"] for line in metrics(tmp_path / "two")]
-    seconds = [2 * mean - own for mean, own in zip(means, first, strict=True)]
+    seconds = [2 * mean - first_mean for mean, first_mean in zip(means, first, strict=True)]
     assert all(0 <= number <= 1 for number in seconds)
     assert len({round(number, 4) for number in first + seconds}) == 8
 
@@ -430,8 +430,12 @@ def test_requests_of_callbacks_are_kept(tiny, tmp_path):
     assert lines[-1] == {"step": 6, "tokens": 6 * 128, "mine/end": 2.5}
     state = read_json(tmp_path / "run/checkpoint-5/training_state/state.json")
     assert state["best"] is None  # validations of callbacks do not count
-    found = status(tmp_path / "run")
-    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "enough", False)
+    run_status = status(tmp_path / "run")
+    assert (run_status["state"], run_status["reason"], run_status["requeue"]) == (
+        "stopped",
+        "enough",
+        False,
+    )
 
 
 def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
@@ -441,8 +445,8 @@ def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
             "tests/seams_script.py", *as_flags(config), processes=2, fails=bool(code), CASE=case
         )
         assert done.returncode == code, done.stderr
-    found = status(tmp_path / "stop")
-    assert (found["state"], found["reason"]) == ("stopped", "rank 1 has enough")
+    run_status = status(tmp_path / "stop")
+    assert (run_status["state"], run_status["reason"]) == ("stopped", "rank 1 has enough")
     assert "the objective returns the figures ['one'], first ['zero']" in done.stderr
 
 
@@ -489,7 +493,7 @@ def test_a_checkpoint_has_the_state_of_its_own_step(tiny, tmp_path, monkeypatch)
     assert state["callbacks"]["Growing"]["steps"] == [1, 2, 3, 4, 5, 6]
     values = state["optimizer_values"]
     assert values["groups"] == [{"betas": [0.9, 6]}]
-    assert {tuple(own["history"]) for own in values["state"].values()} == {(1, 2, 3, 4, 5, 6)}
+    assert {tuple(each["history"]) for each in values["state"].values()} == {(1, 2, 3, 4, 5, 6)}
 
 
 class Recurrent(torch.nn.Module):
@@ -527,11 +531,11 @@ def test_any_module_with_the_protocol_trains_resumes_and_is_saved(tiny, tmp_path
         return Recurrent(GPTConfig.from_settings(config, len(tokenizer)))
 
     settings = {"eval_every": 4, "eval_tokens": 64, "save_every": 4}
-    whole = go(tiny("run", **settings), model=model)
-    assert losses(whole)[-1] < losses(whole)[0]
+    uninterrupted = go(tiny("run", **settings), model=model)
+    assert losses(uninterrupted)[-1] < losses(uninterrupted)[0]
     checkpoint = str(tmp_path / "run/checkpoint-4")
     resumed = go(tiny("resumed", **settings, resume_from=checkpoint), model=model)
-    assert losses(resumed) == losses(whole)[4:]
+    assert losses(resumed) == losses(uninterrupted)[4:]
     assert load_file(tmp_path / "resumed/model.safetensors")["count"] == 8
     # The config's class is not imported, so a config cannot run code.
     config = tmp_path / "run/config.json"

@@ -284,8 +284,8 @@ def test_code_in_a_tokenizer_directory_is_never_run(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda question: "y")
     byte_tokenizer().save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
-    own = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    code = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | code))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with refused("holds no tokenizer: .*contains custom code"):
         load_tokenizer(tmp_path)

@@ -21,15 +21,15 @@ TINY = {"shape": measure.TINY, "batch_size": 4}
 @long
 def test_every_contestant_has_a_row_that_follows_from_its_seconds():
     jobs = measure.training("tiny", None).jobs
-    found = measure.measure(measure.Benchmark("tiny", jobs, 5), rounds=2)
-    assert [row["name"] for row in found["rows"]] == ["gpt2_accel", "HF Trainer", "nanoGPT's loop"]
-    for row in found["rows"]:
+    result = measure.measure(measure.Benchmark("tiny", jobs, 5), rounds=2)
+    assert [row["name"] for row in result["rows"]] == ["gpt2_accel", "HF Trainer", "nanoGPT's loop"]
+    for row in result["rows"]:
         speeds = [5 * 4 * 32 / seconds for seconds in row["seconds"]]
         assert row["tokens_per_second"] == measure.summary(speeds)
         assert len(speeds) == 2
         assert row["memory"] > 2**26
         assert row["setting"].startswith("fp32")
-    assert table.table(found).startswith("tiny, 2 rounds; gpt2_accel reaches ")
+    assert table.table(result).startswith("tiny, 2 rounds; gpt2_accel reaches ")
 
 
 def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monkeypatch):

@@ -77,9 +77,9 @@ def test_a_mistake_is_beyond_the_tolerance_of_each_precision(mistake, trajectory
     module = sys.modules[function.__module__]
     monkeypatch.setattr(module, function.__name__, function)  # restored at the end
     exec(code.replace(right, wrong), vars(module))
-    found = trajectory("fp32")
+    actual = trajectory("fp32")
     expected = read_json(gpu_checks.EXPECTED)
-    assert all(difference(found, expected, each) for each in ("fp32", "fp16", "bf16"))
+    assert all(difference(actual, expected, each) for each in ("fp32", "fp16", "bf16"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -93,5 +93,5 @@ def test_a_right_run_is_within_the_tolerance(precision, trajectory, monkeypatch)
         monkeypatch.setattr(
             gpu_checks, "run_training", lambda config: loop.train(config, objective=loss)
         )
-    found = trajectory("fp32" if precision == "fp16" else precision)
-    assert difference(found, read_json(gpu_checks.EXPECTED), precision) == ""
+    actual = trajectory("fp32" if precision == "fp16" else precision)
+    assert difference(actual, read_json(gpu_checks.EXPECTED), precision) == ""

@@ -40,10 +40,10 @@ def test_a_checkpoint_of_release_0_3_resumes_with_the_same_losses(data_dir, tmp_
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = losses(metrics(tmp_path / "run"))
-    assert found == pytest.approx(made["losses"], abs=1e-4)
+    actual = losses(metrics(tmp_path / "run"))
+    assert actual == pytest.approx(made["losses"], abs=1e-4)
     if platform.machine() == "x86_64" and torch.__version__.startswith("2.13.0"):
-        assert found == made["losses"]
+        assert actual == made["losses"]
 
 
 def test_a_checkpoint_of_release_0_1_is_refused_but_its_model_loads(tmp_path):

@@ -168,12 +168,20 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
     config = tiny(max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
-    found = status(tmp_path)
-    assert (found["state"], found["reason"], found["requeue"]) == ("stopped", "max_hours", True)
+    run_status = status(tmp_path)
+    assert (run_status["state"], run_status["reason"], run_status["requeue"]) == (
+        "stopped",
+        "max_hours",
+        True,
+    )
     assert not (tmp_path / "model.safetensors").exists()
     assert signals.exit_code == 0
     run(tiny(max_steps=2, **settings))
-    found = status(tmp_path)
-    assert (found["state"], found["step"], found["requeue"]) == ("finished", step, False)
+    run_status = status(tmp_path)
+    assert (run_status["state"], run_status["step"], run_status["requeue"]) == (
+        "finished",
+        step,
+        False,
+    )
     newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest

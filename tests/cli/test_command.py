@@ -47,10 +47,10 @@ def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(command, "may_have_gpu", lambda: True)
     command.run_command(["doctor"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (f"torch {torch.__version__}", "1 x cpu, 80 GB", "no C++ compiler"):
-        assert words in said
-    assert said.endswith("launch config: cpu\n")
+        assert words in output
+    assert output.endswith("launch config: cpu\n")
 
 
 def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
@@ -59,8 +59,8 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     for name, recipe in (("8xa100-fsdp2", "pretrain-124m"), ("8xa100_fsdp2", "pretrain_124m.py")):
         assert started("launch", name, recipe, "--max_steps", "2") == [*config, *train]
     flags = ["--num_processes", "2", "--mixed_precision", "no"]
-    found = started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2")
-    assert found == [*config, *flags, *train]
+    command = started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2")
+    assert command == [*config, *flags, *train]
     assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py"):

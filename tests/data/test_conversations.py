@@ -82,13 +82,13 @@ def stored(folder, split):
     """Returns the ids of each conversation of a split, without padding, and which ids count."""
     (stream, _), *_ = open_split(folder, split)
     padding = load_data_tokenizer(folder).pad_token_id
-    found = []
+    rows = []
     for window in stream.read(0, stream.tokens).reshape(-1, stream.sequence_length):
         assert window[0] & STARTS
         for words in np.split(window, np.flatnonzero(window & STARTS)[1:]):
             words = words[: np.flatnonzero(words != padding)[-1] + 1]
-            found.append(((words & TOKEN_ID).tolist(), (words & COUNTS != 0).tolist()))
-    return found
+            rows.append(((words & TOKEN_ID).tolist(), (words & COUNTS != 0).tolist()))
+    return rows
 
 
 def documents(manifest):
@@ -149,9 +149,9 @@ def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, co
         for message in row["messages"]:
             message["content"] = f" {message['content']}\n"
     prepared(chat_base, tmp_path, [*rows, *spaced, end, *rows], cut=True)
-    found = [[tuple(ids) for ids, _ in stored(tmp_path / "chat", s)] for s in ("train", "val")]
-    assert sum(map(len, found)) == 3 * count
-    train, val = map(set, found)
+    splits = [[tuple(ids) for ids, _ in stored(tmp_path / "chat", s)] for s in ("train", "val")]
+    assert sum(map(len, splits)) == 3 * count
+    train, val = map(set, splits)
     assert len(train) + len(val) == len(train | val) == count
     decode = load_data_tokenizer(tmp_path / "chat").decode
     asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in val]
@@ -212,9 +212,9 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
     expected = []
     refused = 0
     for _, messages, may_count in rows:
-        found = tokenizer.apply_chat_template(messages, **options)
-        ids = found["input_ids"]
-        counts = list(map(bool, found["assistant_masks"]))
+        encoded = tokenizer.apply_chat_template(messages, **options)
+        ids = encoded["input_ids"]
+        counts = list(map(bool, encoded["assistant_masks"]))
         counts[0] = False  # nothing comes before it
         ends = [
             len(tokenizer.apply_chat_template(messages[:i])["input_ids"])
@@ -228,8 +228,8 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
             refused += 1  # one run of marked tokens holds two answers
         else:
             expected.append((ids, counts))
-    found = [pair for split in ("train", "val") for pair in stored(tmp_path / "chat", split)]
-    assert sorted(found) == sorted(expected)
+    actual = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
+    assert sorted(actual) == sorted(expected)
     assert len(expected) > 100
     reason = f"{REFUSED} (the template does not mark each answer by itself)"
     assert manifest["left_out"].get(reason, [0])[0] == refused
@@ -242,8 +242,8 @@ def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), long, late], cut=True)
     # No token of the late answer is left.
     assert {reason: n for reason, (n, _) in manifest["left_out"].items()} == {CUT: 1, NO_ANSWER: 1}
-    found = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
-    (ids,) = (ids for ids in found if len(ids) == 64)
+    rows = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
+    (ids,) = (ids for ids in rows if len(ids) == 64)
     assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
 
 

@@ -42,8 +42,8 @@ def test_a_mixture_follows_its_weights_and_the_order_of_each_data_set(shares):
     positions = np.arange(10 * PERIOD)
     sets, places = locate(positions, shares, 5)
     for number, share in enumerate(shares):
-        own = places[sets == number]
-        assert sorted(own.tolist()) == list(range(len(own)))  # each position of its order once
+        order = places[sets == number]
+        assert sorted(order.tolist()) == list(range(len(order)))  # each position once
         counts = np.cumsum(sets == number)[PERIOD - 1 :: PERIOD]
         assert np.abs(counts - share * PERIOD * np.arange(1, 11)).max() <= 2
     assert not np.array_equal(sets[:1024], sets[1024:2048])

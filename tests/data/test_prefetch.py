@@ -67,7 +67,7 @@ def test_the_thread_never_touches_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", moved)
     numbers = map(batch, range(4))
     with closing(prefetch(numbers, torch.device("cuda:3"))) as batches:
-        assert [found.divisor for found in batches] == list(range(4))
+        assert [each.divisor for each in batches] == list(range(4))
     assert set(callers) == {threading.main_thread()}
     assert len(callers) == 16
 

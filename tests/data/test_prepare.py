@@ -159,10 +159,10 @@ def test_empty_rows_lone_surrogates_and_separators_in_a_text(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines + json_lines(["long " * 1000]))
     (tmp_path / "b.txt").write_text("\ufeffü ä" + " and more" * 999)
     made(sources_of(tmp_path), tmp_path / "d")
-    found = documents_in(tmp_path / "d", "train")
-    assert found[0].startswith("ü ä and more")
-    assert {"é", "\ufffd!", "\U0001f600", "a <|endoftext|> b"} < {*found}
-    assert "" not in found
+    documents = documents_in(tmp_path / "d", "train")
+    assert documents[0].startswith("ü ä and more")
+    assert {"é", "\ufffd!", "\U0001f600", "a <|endoftext|> b"} < {*documents}
+    assert "" not in documents
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     train, val = everything_in(tmp_path / "d")
     assert val + train == texts
     assert verify_data(tmp_path / "d") > 3
-    for entry, found in ((splits["train"], train), (splits["val"], val)):
-        assert entry["documents"] == len(found)
-        assert entry["bytes"] == len("".join(found).encode())
+    for name, texts in (("train", train), ("val", val)):
+        assert splits[name]["documents"] == len(texts)
+        assert splits[name]["bytes"] == len("".join(texts).encode())
     last = len(val[-1].encode()) + 1
     assert splits["val"]["tokens"] - last < 50_000 <= splits["val"]["tokens"]
 

@@ -29,8 +29,8 @@ SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=6
 def test_checkpointed_activations_need_less_than_half():
     plain = TrainConfig(sequence_length=128)
     checkpointed = replace(plain, checkpoint_activations=True)
-    found = [activation_bytes(config, SHAPE, "no", 8) for config in (plain, checkpointed)]
-    assert found[1] < found[0] / 2
+    sizes = [activation_bytes(config, SHAPE, "no", 8) for config in (plain, checkpointed)]
+    assert sizes[1] < sizes[0] / 2
 
 
 @torch._dynamo.config.patch(recompile_limit=8)

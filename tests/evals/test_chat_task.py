@@ -28,12 +28,12 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
     texts = {"a": " yes\n", "b": "Yes", "c": "yes", "d": "yes", "e": "yes, yes"}
 
     def answered(model, tokenizer, prompts, sampling):
-        found = []
+        completions = []
         for prompt in prompts:
             name = prompt[-1]["content"][0]
             ended = "length" if name == "b" else "end_of_text"
-            found.append(Completion([], texts[name], ended=ended))
-        return found
+            completions.append(Completion([], texts[name], ended=ended))
+        return completions
 
     monkeypatch.setattr(chat, "complete", answered)
     monkeypatch.setattr(chat, "BATCH_SIZE", 2)  # of five items: three batches
@@ -46,20 +46,20 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
     ]
     task = build_chat(items, tokenizer)
     parts = []
-    found = task(accelerator, GPT(SHAPE))
-    assert found["chat/exact_match"] == 0.6
-    assert found["chat/stop_rate"] == 0.8
-    assert found["chat/exact_match_x"] == 0.5
-    assert found["chat/exact_match_y"] == 1
-    assert found["chat/exact_match_x_stderr"] == pytest.approx(0.5)
-    assert "chat/exact_match_y_stderr" not in found
+    results = task(accelerator, GPT(SHAPE))
+    assert results["chat/exact_match"] == 0.6
+    assert results["chat/stop_rate"] == 0.8
+    assert results["chat/exact_match_x"] == 0.5
+    assert results["chat/exact_match_y"] == 1
+    assert results["chat/exact_match_x_stderr"] == pytest.approx(0.5)
+    assert "chat/exact_match_y_stderr" not in results
 
-    monkeypatch.setattr(chat, "gather_object", lambda own: parts.extend(own) or parts)
+    monkeypatch.setattr(chat, "gather_object", lambda part: parts.extend(part) or parts)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     for rank in range(2):
         monkeypatch.setattr(Accelerator, "process_index", rank)
         again = task(accelerator, GPT(SHAPE))
-    assert again == found
+    assert again == results
     assert len(parts) == 5
 
 
@@ -71,8 +71,8 @@ def test_empty_answers_that_end_are_exact(accelerator, tokenizer):
         model.ln_f.weight.zero_()
         model.ln_f.bias.fill_(1)
         model.wte.weight[258] = 1
-    found = build_chat([{"prompt": "Why?", "answer": ""}], tokenizer)(accelerator, model)
-    assert found == {"chat/exact_match": 1.0, "chat/stop_rate": 1.0}
+    results = build_chat([{"prompt": "Why?", "answer": ""}], tokenizer)(accelerator, model)
+    assert results == {"chat/exact_match": 1.0, "chat/stop_rate": 1.0}
 
 
 def test_bad_items_are_refused(tokenizer):

@@ -63,8 +63,8 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     longest = [max(len(row.ids) for row in question) for question in task.questions]
     assert min(longest) < POSITIONS < max(longest)  # some are cut
     right = {"acc": [], "acc_norm_per_token": [], "acc_norm_per_char": []}
-    found = log_likelihoods(accelerator, model, task.questions)
-    for item, row in zip(items, found, strict=True):
+    scores = log_likelihoods(accelerator, model, task.questions)
+    for item, row in zip(items, scores, strict=True):
         loop = [plain_loop(hf, item["ctx"], f" {ending}") for ending in item["endings"]]
         nats = list(map(sum, loop))
         assert row == pytest.approx([-x for x in nats], abs=1e-4)
@@ -76,11 +76,11 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
         for name, by in lengths.items():
             choice = min(range(4), key=lambda i: nats[i] / by[i])
             right[name].append(choice == int(item["label"]))
-    found = task(accelerator, model)
+    results = task(accelerator, model)
     for name, hits in right.items():
-        assert found[f"hellaswag/{name}"] == sum(hits) / 30
+        assert results[f"hellaswag/{name}"] == sum(hits) / 30
         variance = sum((hit - sum(hits) / 30) ** 2 for hit in hits) / 29
-        assert found[f"hellaswag/{name}_stderr"] == pytest.approx(math.sqrt(variance / 30))
+        assert results[f"hellaswag/{name}_stderr"] == pytest.approx(math.sqrt(variance / 30))
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
@@ -88,7 +88,7 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
-    found = build_text(text, stride)(accelerator, model)
+    results = build_text(text, stride)(accelerator, model)
     ids = [256, *text.removesuffix("\n").encode()]
     nats = []
     start = 1
@@ -101,9 +101,9 @@ def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models,
         nats += loss[-(end - start) :].tolist()
         start = end
     assert len(nats) == len(ids) - 1
-    assert found["text/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+    assert results["text/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-4)
     bits = sum(nats) / math.log(2) / len(text.strip())
-    assert found["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    assert results["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
 def test_without_end_of_text_the_first_token_is_context_only(accelerator):
@@ -121,7 +121,7 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
     loader = EvalLoader(
         open_split(data_dir, "val"), sequence_length=32, batch_size=4, max_tokens=320
     )
-    found = validation_loss(accelerator, model, loader=loader)
+    results = validation_loss(accelerator, model, loader=loader)
     losses = []
     for input_ids, targets, *_ in loader:
         with torch.no_grad():
@@ -131,10 +131,12 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
     assert len(losses) == 10
     mean = torch.tensor(losses).mean().item()
     spread = torch.tensor(losses).std().item()
-    assert found["val/loss"] == pytest.approx(mean, abs=1e-4)
-    assert found["val/perplexity"] == math.exp(found["val/loss"])
-    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / math.log(2), rel=0.02)
-    assert found["val/loss_stderr"] == pytest.approx(spread / math.sqrt(10), rel=1e-3)
+    assert results["val/loss"] == pytest.approx(mean, abs=1e-4)
+    assert results["val/perplexity"] == math.exp(results["val/loss"])
+    assert results["val/bits_per_byte"] == pytest.approx(
+        results["val/loss"] / math.log(2), rel=0.02
+    )
+    assert results["val/loss_stderr"] == pytest.approx(spread / math.sqrt(10), rel=1e-3)
     assert validation_loss(accelerator, model, lambda: True, loader=loader) == {}
 
 
@@ -147,13 +149,13 @@ def test_the_loss_of_conversations_is_the_mean_over_the_tokens_of_answers(chat_b
     model = GPT(GPTConfig(259, n_positions=64, n_layer=1, n_head=2, n_embd=32))
     val = open_split(tmp_path / "data", "val")
     loader = EvalLoader(val, sequence_length=64, batch_size=2, max_tokens=10**6)
-    found = validation_loss(Accelerator(cpu=True), model, loader=loader)
+    results = validation_loss(Accelerator(cpu=True), model, loader=loader)
     nats = tokens = 0
     for input_ids, targets, documents, *_ in loader:
         logits = model(input_ids, documents=documents).flatten(0, 1)
         nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
         tokens += (targets != -100).sum().item()
-    assert found["val/loss"] == pytest.approx(nats / tokens)
+    assert results["val/loss"] == pytest.approx(nats / tokens)
 
 
 def test_scores_are_without_dropout_and_a_stop_restores_the_training_mode(accelerator):
@@ -161,8 +163,8 @@ def test_scores_are_without_dropout_and_a_stop_restores_the_training_mode(accele
     asked = []
     task = build_hellaswag(hellaswag_items(400))
     assert task(accelerator, model) == task(accelerator, model)
-    found = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
-    assert found == {}
+    results = task(accelerator, model, lambda: asked.append(0) or len(asked) == 3)
+    assert results == {}
     assert model.training
     assert len(asked) == 3
 

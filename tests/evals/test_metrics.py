@@ -40,11 +40,11 @@ def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
         ("acc", "choice_accuracy", choices, 2 / 4),  # the first of equal ones; NaN is wrong
         ("exact_match", "exact_match", texts, 2 / 3),
     ]:
-        found = metrics.combine("x", file, {name: columns})
+        results = metrics.combine("x", file, {name: columns})
         error = math.sqrt(expected * (1 - expected) / (len(columns["references"]) - 1))
-        assert found == {f"x/{name}": expected, f"x/{name}_stderr": error}
-        own = load(file).compute(**columns)
-        assert {f"x/{key}": value for key, value in own.items()} == found
+        assert results == {f"x/{name}": expected, f"x/{name}_stderr": error}
+        loaded = load(file).compute(**columns)
+        assert {f"x/{key}": value for key, value in loaded.items()} == results
     assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4
     windows = {"nats": [3.0, 5.0], "tokens": [2, 2]}
     expected = formulas.token_loss(**windows, text_bytes=8)

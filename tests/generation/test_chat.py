@@ -24,7 +24,7 @@ def tokenizer(chat_base):
     return chat_tokenizer(chat_base)
 
 
-def said(*texts):
+def turns(*texts):
     """Returns a conversation of a user and an assistant in turns."""
     roles = ("user", "assistant") * len(texts)
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
@@ -38,7 +38,7 @@ def last(model, tokenizer, messages, sampling=GREEDY):
 
 def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     model = build(200)
-    messages = SYSTEM + said(*(f"number {i} {'a' * 20}" for i in range(9)))
+    messages = SYSTEM + turns(*(f"number {i} {'a' * 20}" for i in range(9)))
     dropped, answer = last(model, tokenizer, messages)
     assert dropped > 0
     assert dropped % 2 == 0
@@ -46,9 +46,9 @@ def test_a_long_conversation_drops_its_oldest_turns(tokenizer):
     assert len(encode_prompt(tokenizer, longer)) + GREEDY.max_new_tokens > 200
     (alone,) = complete(model, tokenizer, [SYSTEM + messages[1 + dropped :]], GREEDY)
     assert answer.ids == alone.ids
-    assert last(model, tokenizer, SYSTEM + said("Hi"))[0] == 0
+    assert last(model, tokenizer, SYSTEM + turns("Hi"))[0] == 0
     # The answer ends where the positions do.
-    _, answer = last(model, tokenizer, said("a" * 160), Sampling(100, temperature=0))
+    _, answer = last(model, tokenizer, turns("a" * 160), Sampling(100, temperature=0))
     assert answer.ended
     assert len(answer.ids) <= 200 - 160
 
@@ -57,16 +57,16 @@ def test_unusable_conversations_are_refused(tokenizer, chat_base):
     model = build(256)
     long = "a" * 300
     for messages, message in [
-        (said("Why?", "So."), "ends with a message of the user"),
-        (said("a<|im_end|>b"), "special token <|im_end|>"),
-        (said("a\udcff"), "not UTF-8"),
-        (said(long), "the model reads 256"),
-        ([{"role": "system", "content": long}, *said("Hi")], "system prompt"),
+        (turns("Why?", "So."), "ends with a message of the user"),
+        (turns("a<|im_end|>b"), "special token <|im_end|>"),
+        (turns("a\udcff"), "not UTF-8"),
+        (turns(long), "the model reads 256"),
+        ([{"role": "system", "content": long}, *turns("Hi")], "system prompt"),
     ]:
         with refused(message):
             chat.answer(model, tokenizer, messages, GREEDY)
     tokenizer.chat_template = "{{ 1 // 0 }}"
     with refused("refuses the conversation"):
-        chat.answer(model, tokenizer, said("Hi"), GREEDY)
+        chat.answer(model, tokenizer, turns("Hi"), GREEDY)
     with refused("no chat template"):
-        chat.answer(model, load_tokenizer(chat_base), said("Hi"), GREEDY)
+        chat.answer(model, load_tokenizer(chat_base), turns("Hi"), GREEDY)

@@ -119,9 +119,9 @@ def test_a_changed_model_samples_as_itself(model, monkeypatch):
     changed = build("gpt2")
     for block in changed.h:
         block.mlp.scale = torch.nn.Parameter(torch.ones(32) / 2)
-    found = ids(changed, RAGGED, 30)
-    assert found == [recomputed(changed, prompt, 30) for prompt in RAGGED]
-    assert found != expected
+    sampled = ids(changed, RAGGED, 30)
+    assert sampled == [recomputed(changed, prompt, 30) for prompt in RAGGED]
+    assert sampled != expected
 
 
 def test_samples_depend_on_their_seed_only(model):

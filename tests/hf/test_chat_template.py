@@ -146,10 +146,12 @@ def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
 
 
 def test_a_template_without_marks_counts_what_follows_the_prompt(chat_base, tmp_path):
-    own = OWN.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    own = own.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}A: ")
-    tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", own))
-    assert tokenizer.chat_template == own
+    template = OWN.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    template = template.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}A: "
+    )
+    tokenizer = chat_tokenizer(with_template(chat_base, tmp_path / "own", template))
+    assert tokenizer.chat_template == template
     assert tokenizer.eos_token == "<|stop|>"
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     text = "Q: Be kind.\nQ:  Why?\n\nA: So.\n\nYes. <|stop|>Q: And?\nA: No.<|stop|>"

@@ -112,8 +112,8 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
             assert torch.equal(ours(INPUT_IDS), theirs(INPUT_IDS).logits), state
     assert opened == 4
     save_pretrained(ours, tmp_path / "older shards beside it")
-    found = sorted((tmp_path / "older shards beside it").glob("model*"))
-    assert [path.name for path in found] == [WEIGHTS]
+    files = sorted((tmp_path / "older shards beside it").glob("model*"))
+    assert [path.name for path in files] == [WEIGHTS]
 
 
 def test_a_directory_whose_weights_transformers_changes_is_refused(tmp_path):

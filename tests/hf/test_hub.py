@@ -109,12 +109,12 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     assert succeed(script).startswith("Hi")
 
     # A resume from the Hub gives the losses of an uninterrupted run.
-    more = {**settings, "max_steps": 12, "push_to_hub": None}
-    config = tiny("elsewhere", resume_from=REPO, **more)
+    changes = {**settings, "max_steps": 12, "push_to_hub": None}
+    config = tiny("elsewhere", resume_from=REPO, **changes)
     succeed(SCRIPT, *as_flags(config))
     continued = metrics(tmp_path / "elsewhere")
-    whole = run(tiny("whole", **more))
-    assert losses(continued) == pytest.approx(losses(whole)[8:], abs=1e-6)
+    uninterrupted = run(tiny("whole", **changes))
+    assert losses(continued) == pytest.approx(losses(uninterrupted)[8:], abs=1e-6)
 
     # A fine-tuning run starts from a revision, and its model is pushed by the recipe.
     revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
@@ -172,8 +172,8 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
 def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expected):
     here.faults += faults
     run(tiny("run", push_to_hub=REPO, hub_strategy="end"))
-    said = "".join(capsys.readouterr())
-    assert re.search(expected, said), said
+    output = "".join(capsys.readouterr())
+    assert re.search(expected, output), output
     assert not here.faults  # each happened
     uploaded = REPO in here.repos and "model.safetensors" in here.files(REPO)
     assert uploaded == (expected == "uploaded to")
@@ -200,12 +200,12 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
     run(config)
     checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
     here.gate.clear()  # commits wait
-    said = []
+    lines = []
     pretended = SimpleNamespace(
         config=replace(config, push_to_hub=REPO),
         run_dir=tmp_path / "run",
         stop=SimpleNamespace(seconds_left=1.0),
-        log=SimpleNamespace(print_line=said.append),
+        log=SimpleNamespace(print_line=lines.append),
         accelerator=SimpleNamespace(is_main_process=True),
     )
     with Pushes() as pushes:
@@ -216,9 +216,9 @@ def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here,
             while not here.requests:  # until the first upload has started
                 time.sleep(0.01)
         assert time.monotonic() - start < 2
-        assert not any("uploaded" in line for line in said)
+        assert not any("uploaded" in line for line in lines)
         for path in checkpoints:  # removed during the upload
             shutil.rmtree(path)
         here.gate.set()
     assert len(here.repos[REPO]["commits"]) == 3  # creation, first and last checkpoint
-    assert sum("uploaded" in line for line in said) == 2
+    assert sum("uploaded" in line for line in lines) == 2

@@ -68,8 +68,8 @@ def test_data_is_pushed_pulled_and_trained_on(hub, shards, tmp_path):
 
     settings = {"max_steps": 20, "eval_every": 10}
     expected = losses(run(tiny_config(shards, tmp_path / "local", **settings)))
-    found = losses(run(tiny_config(f"hub:{REPO}", tmp_path / "remote", **settings)))
-    assert found == expected
+    actual = losses(run(tiny_config(f"hub:{REPO}", tmp_path / "remote", **settings)))
+    assert actual == expected
     assert files_of(tmp_path / "cache" / "user--words") == files_of(pulled)
 
 

@@ -184,5 +184,5 @@ def test_a_vocabulary_with_more_rows_than_tokens_is_saved_trained_and_evaluated(
     assert reference.config.vocab_size == 300
     flags = ["--model", tmp_path / "run", "--data_dir", tmp_path / "data"]
     run_recipe("evaluate", *flags)
-    [found] = read_json(tmp_path / "run/evaluation.json").values()
-    assert found["results"]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=1e-5)
+    [evaluation] = read_json(tmp_path / "run/evaluation.json").values()
+    assert evaluation["results"]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=1e-5)

@@ -79,8 +79,8 @@ def logits(model, vocab_size=257):
     """Returns the logits of a model of transformers, or of this package, of fixed tokens."""
     torch.manual_seed(1)
     with torch.no_grad():
-        found = model.eval()(torch.randint(vocab_size, (2, 24)))
-    return getattr(found, "logits", found)
+        output = model.eval()(torch.randint(vocab_size, (2, 24)))
+    return getattr(output, "logits", output)
 
 
 def test_only_the_adapter_and_the_new_rows_are_saved(chat_run):
@@ -128,9 +128,9 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
     assert losses(metrics(tmp_path / "run")) == losses(metrics(chat_run))[6:]
     for name in (ADAPTER, "training_state/optimizer.safetensors"):
         expected = load_file(chat_run / "checkpoint-12" / name)
-        found = load_file(tmp_path / "run/checkpoint-12" / name)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        actual = load_file(tmp_path / "run/checkpoint-12" / name)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
     other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
     with refused("lora 8 -> 4"):
         run_recipe("chat_sft", *given, *other)
@@ -223,9 +223,9 @@ def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch
     second = flags(tmp_path / "second", init_from=tmp_path / "first/adapter", **changes)
     run_recipe("finetune_shakespeare", *given, *second)
     assert losses(metrics(tmp_path / "second"))[0] < losses(metrics(tmp_path / "first"))[0]
-    found = logits(from_pretrained(tmp_path / "second/adapter"))
+    actual = logits(from_pretrained(tmp_path / "second/adapter"))
     expected = logits(from_pretrained(tmp_path / "second"))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 def test_without_peft_the_installation_is_named(tiny, start, monkeypatch):

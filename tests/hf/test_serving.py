@@ -116,13 +116,13 @@ def convert(directory, path, splitting="gpt-2"):
     """Runs the program of docs/hub.md that writes a GGUF file."""
     page = (ROOT / "docs/hub.md").read_text()
     [program] = re.findall(r"^```python\n(import sys\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    for given, own in {
+    for placeholder, value in {
         '"runs/quickstart"': repr(str(directory)),
         '"quickstart.gguf"': repr(str(path)),
         '"gpt-2"': repr(splitting),
     }.items():
-        assert program.count(given) == 1
-        program = program.replace(given, own)
+        assert program.count(placeholder) == 1
+        program = program.replace(placeholder, value)
     folder = Path(LLAMA).parents[1]  # which holds `llama.cpp`
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
@@ -167,12 +167,12 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
     convert(trained, path, "smollm" if kind == "llama" else "gpt-2")
     model, tokenizer = load(trained)
     text = NASTY + " a  1 b   22\n\n 3\t\t4 \u00bd\u00b2  \u0663x9y 10,000.5 "
-    found = tokens_of_llama_cpp(path, text)
-    assert found["nasty"] == encode(tokenizer, [text])[0]
-    assert found["special"] == tokenizer(text)["input_ids"]
+    actual = tokens_of_llama_cpp(path, text)
+    assert actual["nasty"] == encode(tokenizer, [text])[0]
+    assert actual["special"] == tokenizer(text)["input_ids"]
     if kind in ("own", "qwen3", "llama"):
         [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=30, temperature=0))
-        assert found["new"] == sample.ids
+        assert actual["new"] == sample.ids
 
 
 @needs_llama_cpp

@@ -23,11 +23,11 @@ def test_short_attention_in_bf16_on_a_cpu_is_computed_in_fp32(T, short):
     q, k, v = (torch.randn(2, 3, T, 16).bfloat16().requires_grad_() for _ in range(3))
     in_fp32 = attend(q.float(), k.float(), v.float(), None).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend(q, k, v, None)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, in_fp32) == short
+        actual = attend(q, k, v, None)
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual, in_fp32) == short
     exact = attend(q.double(), k.double(), v.double(), None)
-    assert (found - exact).norm() < 1e-2 * exact.norm()
+    assert (actual - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("length", [128, 100])

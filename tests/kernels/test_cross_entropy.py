@@ -54,10 +54,10 @@ def reference(x, weight, targets, z_loss=0.0, soft_cap=None):
 
 def scalars(x, weight, targets, reduction="mean", z_loss=0.0, soft_cap=None):
     """Returns the mean loss and z, which is 0 without `z_loss`."""
-    found = head_loss(x[None], weight, targets[None], VOCAB, reduction, z_loss, soft_cap)
+    loss = head_loss(x[None], weight, targets[None], VOCAB, reduction, z_loss, soft_cap)
     if reduction == "none":
-        found = found.sum() / (targets != -100).sum()
-    return found if z_loss else (found, torch.zeros(()))
+        loss = loss.sum() / (targets != -100).sum()
+    return loss if z_loss else (loss, torch.zeros(()))
 
 
 def ours(x, weight, targets, loss, dtype=None):
@@ -68,8 +68,8 @@ def ours(x, weight, targets, loss, dtype=None):
     return loss.detach(), z, *torch.autograd.grad(loss, (x, weight))
 
 
-def distance(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def distance(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 # The tolerance is several rounding errors. A large spread gives probabilities near 0 and 1.
@@ -82,18 +82,18 @@ def distance(found, expected):
 def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, loss):
     x, weight, targets = problem(spread)
     if dtype == torch.float64:
-        found = ours(x.double(), weight.double(), targets, loss)
+        actual = ours(x.double(), weight.double(), targets, loss)
     else:
         rounded = dtype or torch.float32
         x = x.to(rounded).float()
         weight = weight.to(rounded).float()  # the inputs of the products
-        found = ours(x, weight, targets, loss, dtype)
+        actual = ours(x, weight, targets, loss, dtype)
     expected = reference(x, weight, targets, *loss[2:])
-    assert [part.dtype for part in found[2:]] == [found[0].dtype] * 2
-    assert not found[1].requires_grad
+    assert [part.dtype for part in actual[2:]] == [actual[0].dtype] * 2
+    assert not actual[1].requires_grad
     for place in (0, 1, 2, 3) if loss[2] else (0, 2, 3):
-        assert distance(found[place], expected[place]) < tolerance
-    assert not found[3][VOCAB:].any()
+        assert distance(actual[place], expected[place]) < tolerance
+    assert not actual[3][VOCAB:].any()
 
 
 def test_small_probabilities_do_not_underflow_in_fp16():
@@ -161,7 +161,7 @@ def test_compiled_loss_is_equal():
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES[2:] if loss[1] == "mean"])
 def test_without_targets_the_loss_is_nan_and_gradients_are_zero(loss):
     x, weight, targets = problem()
-    found = ours(x, weight, torch.full_like(targets, -100), loss)
-    assert found[0].isnan()
-    assert not found[2].any()
-    assert not found[3].any()
+    actual = ours(x, weight, torch.full_like(targets, -100), loss)
+    assert actual[0].isnan()
+    assert not actual[2].any()
+    assert not actual[3].any()

@@ -54,7 +54,7 @@ def plain_losses(directory, data_dir, updates):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     split = open_split(data_dir, "train")
     loader = TrainLoader(split, sequence_length=32, micro_batch_size=4, seed=1337)
-    found = []
+    losses = []
     for step in range(updates):
         total = 0.0
         for input_ids, targets, *_ in loader.update(step * 8, 8):
@@ -69,8 +69,8 @@ def plain_losses(directory, data_dir, updates):
             group["lr"] = PEAK / 10 + 0.45 * PEAK * (1 + math.cos(math.pi * step / updates))
         optimizer.step()
         optimizer.zero_grad()
-        found.append(total)
-    return found, model
+        losses.append(total)
+    return losses, model
 
 
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else FEW)
@@ -141,7 +141,7 @@ ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "own"),
+    ("kind", "changes", "has_own_module"),
     [
         ("llama", {}, True),
         ("llama", {"attention_bias": True}, False),
@@ -151,13 +151,13 @@ ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         ("gpt2", {"n_inner": 48}, False),
     ],
 )
-def test_our_module_is_taken_where_it_computes_the_same(kind, changes, own, tmp_path):
+def test_our_module_is_taken_where_it_computes_the_same(kind, changes, has_own_module, tmp_path):
     model = family_model(kind, **changes)
     model.save_pretrained(tmp_path)
-    found = from_pretrained(tmp_path)
-    assert isinstance(found, AnyModel) != own
+    loaded = from_pretrained(tmp_path)
+    assert isinstance(loaded, AnyModel) != has_own_module
     ids = torch.arange(32)[None]
-    torch.testing.assert_close(found.eval()(ids), model.eval()(ids).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(loaded.eval()(ids), model.eval()(ids).logits, atol=1e-5, rtol=0)
 
 
 def test_a_new_model_of_a_config_is_initialised_as_its_class(tiny, tmp_path):
@@ -203,14 +203,14 @@ def muon_update(weights, gradients):
 def test_muon_updates_each_expert_and_a_transposed_weight_as_a_matrix():
     """An update equals that of a separate matrix of `nn.Linear`, up to rounding in bf16."""
     experts, gradients = torch.randn(2, 3, 8, 4)
-    [found] = muon_update([experts], [gradients])
+    [update] = muon_update([experts], [gradients])
     expected = torch.stack(muon_update(list(experts), list(gradients)))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
-    assert (found - experts).abs().max() > 1e-2
+    torch.testing.assert_close(update, expected, atol=1e-3, rtol=0)
+    assert (update - experts).abs().max() > 1e-2
     conv1d, gradient = torch.randn(2, 6, 10)
-    [found] = muon_update([conv1d], [gradient])
+    [update] = muon_update([conv1d], [gradient])
     [expected] = muon_update([conv1d.T], [gradient.T])
-    torch.testing.assert_close(found, expected.T, atol=1e-3, rtol=0)
+    torch.testing.assert_close(update, expected.T, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"] if MODELS == "long" else [None])
@@ -267,9 +267,9 @@ def test_text_chat_and_samples_with_the_tokenizer_of_a_family(kind, tmp_path, ca
     capsys.readouterr()
     flags = ["--prompt", "the cat", "--max_new_tokens", 8, "--temperature", 0]
     run_recipe("sample", "--model", tmp_path / "chat", *flags)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     saved = pipeline("text-generation", model=str(tmp_path / "chat"), device="cpu")
     ids = saved.tokenizer("the cat", return_tensors="pt")["input_ids"]
     expected = saved.model.generate(ids, max_new_tokens=8, do_sample=False)[0]
     continued = saved.tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True)
-    assert continued.strip() in said
+    assert continued.strip() in output

@@ -44,12 +44,9 @@ def test_loss_and_gradients_equal_those_of_the_texts_alone(model, batch):
     mean = model(input_ids, targets, documents=documents)
     assert mean.item() == pytest.approx(expected.item() / (targets != -100).sum().item(), abs=1e-6)
     parameters = list(model.parameters())
-    for found, whole in zip(
-        torch.autograd.grad(nats.sum(), parameters),
-        torch.autograd.grad(expected, parameters),
-        strict=True,
-    ):
-        torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    gradients = torch.autograd.grad(nats.sum(), parameters)
+    expected_gradients = torch.autograd.grad(expected, parameters)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
     longer = torch.zeros(1, 49, dtype=torch.int64)
     with refused("a sequence of 49 tokens is longer than n_positions"):
         model(longer, documents=longer)
@@ -82,6 +79,6 @@ def test_a_separator_keeps_running_positions(model, batch):
     documents = (input_ids == 7).cumsum(dim=1)
     mask = model.document_mask(documents)
     with torch.no_grad():
-        found = model(input_ids)
+        logits = model(input_ids)
         model.separator = None
-        assert torch.equal(found, model(input_ids, attention_mask=mask))
+        assert torch.equal(logits, model(input_ids, attention_mask=mask))

@@ -75,10 +75,10 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, dtype, tolerance
         gradients = {name: p.grad for name, p in reference.named_parameters()}
         for name, parameter in model.named_parameters():
             expected = gradients[name if name == "lm_head.weight" else f"model.{name}"]
-            found, padding = parameter.grad[: len(expected)], parameter.grad[len(expected) :]
+            gradient, padding = parameter.grad[: len(expected)], parameter.grad[len(expected) :]
             # Ten times as much: HF has norms and angles in fp32, and gradients of gains are small.
             scale = {"rtol": 0, "atol": 10 * tolerance * expected.abs().max().item()}
-            torch.testing.assert_close(found, expected, **scale)
+            torch.testing.assert_close(gradient, expected, **scale)
             assert not padding.any()
 
 
@@ -114,8 +114,8 @@ def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
 ):
     _, model = pair(tiny(kind, tied=tied))
     input_ids = torch.randint(100, (2, 33))
-    whole = model(input_ids, input_ids)
-    whole.backward()
+    unchunked = model(input_ids, input_ids)
+    unchunked.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     model.checkpoint_activations = True
@@ -123,7 +123,7 @@ def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
     chunked = model(input_ids, input_ids)
     assert cross_entropy.applies(torch.zeros(66, 48), model.head_weight)
     chunked.backward()
-    torch.testing.assert_close(chunked, whole)
+    torch.testing.assert_close(chunked, unchunked)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 

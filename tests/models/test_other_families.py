@@ -24,9 +24,9 @@ def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
     start = save_family(kind, tmp_path / "start", max_position_embeddings=1024)
     ids = torch.randint(257, (1, 1000))
     expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
-    found = from_pretrained(start)
-    convert_parameters(found, torch.bfloat16)
-    assert torch.equal(found(ids), expected)
+    loaded = from_pretrained(start)
+    convert_parameters(loaded, torch.bfloat16)
+    assert torch.equal(loaded(ids), expected)
 
 
 def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positions(tmp_path):
@@ -36,8 +36,8 @@ def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positio
         for weight in model.parameters():  # else its samples repeat one token
             weight.add_(torch.randn_like(weight) / 10)
     prompts = [[5, 9, 33, 7, 200, 1, 2], [99, 4], [250]]
-    found = zip(*tokens(model, prompts, Sampling(max_new_tokens=12, temperature=0)), strict=True)
-    for prompt, row in zip(prompts, found, strict=True):
+    rows = zip(*tokens(model, prompts, Sampling(max_new_tokens=12, temperature=0)), strict=True)
+    for prompt, row in zip(prompts, rows, strict=True):
         expected = list(prompt)
         for _ in row:
             expected.append(model(torch.tensor([expected]))[0, -1].argmax().item())

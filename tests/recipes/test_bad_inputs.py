@@ -51,14 +51,14 @@ def rows() -> list[dict]:
     here = Path(__file__).parent
     lines = (here / "wrong_commands.txt").read_text().splitlines()
     pairs = (line.split(" => ") for line in lines if line and line[0] != "#")
-    found = [{"command": command, "words": words} for command, words in pairs]
-    return found + yaml.safe_load((here / "wrong_inputs.yaml").read_text())
+    cases = [{"command": command, "words": words} for command, words in pairs]
+    return cases + yaml.safe_load((here / "wrong_inputs.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def whole(data_dir, tmp_path_factory):
+def valid(data_dir, tmp_path_factory):
     """Valid folders and files by name."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("valid")
     texts = {"train": [TEXT] * 3, "val": [TEXT]}
     prepare(texts, char_tokenizer(TEXT), folder / "chars", source="characters")
     shutil.copytree(data_dir, folder / "data")
@@ -66,42 +66,42 @@ def whole(data_dir, tmp_path_factory):
     run(tiny_config(folder / "chars", folder / "chars_model", max_steps=1))
     shutil.copytree(folder / "run" / "checkpoint-1", folder / "checkpoint")
     (folder / "model").mkdir()
-    own = {"run.json", "status.json", "model.manifest.json"}
+    not_of_a_model = {"run.json", "status.json", "model.manifest.json"}
     for path in folder.joinpath("run").iterdir():
-        if path.suffix in (".json", ".safetensors") and path.name not in own:
+        if path.suffix in (".json", ".safetensors") and path.name not in not_of_a_model:
             shutil.copy(path, folder / "model")
     (folder / "text").write_text(TEXT)
     (folder / "play").write_text(make_text(300, 1))
-    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    write_lines(folder / "chats.jsonl", [{"messages": said}] * 3)
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    write_lines(folder / "chats.jsonl", [{"messages": messages}] * 3)
     return {path.stem: path for path in folder.iterdir()}
 
 
-def lay_out(files: dict, folder: Path, whole: dict[str, Path]) -> None:
+def lay_out(files: dict, folder: Path, valid: dict[str, Path]) -> None:
     """Writes the files of a row."""
     for name, content in files.items():
         path = folder / name
         if content is None:
             path.unlink()
         elif isinstance(content, dict):
-            shutil.copytree(whole[content["copy"]], path)
+            shutil.copytree(valid[content["copy"]], path)
         else:
             path.write_bytes(SPECIAL.get(content) or content.encode())
 
 
 def everything(*folders: Path) -> dict[str, tuple[int, int]]:
     """Returns all paths below the folders, with their modification times and sizes."""
-    found = [path for folder in folders for path in sorted(folder.rglob("*"))]
-    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in found}
+    paths = [path for folder in folders for path in sorted(folder.rglob("*"))]
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["command"][:70])
-def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path, monkeypatch):
-    lay_out(row.get("files", {}), tmp_path, whole)
+def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, valid, tmp_path, monkeypatch):
+    lay_out(row.get("files", {}), tmp_path, valid)
     line, words = row["command"], row["words"]
     for name, value in FLAGS.items():
         line = line.replace(name, value)
-    for name, path in whole.items():
+    for name, path in valid.items():
         line = line.replace(f"{{{name}}}", str(path))
         words = words.replace(f"{{{name}}}", str(path))
     recipe, *arguments = shlex.split(line)
@@ -111,13 +111,13 @@ def test_a_bad_input_prints_one_sentence_and_writes_nothing(row, whole, tmp_path
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
     for name, value in row.get("env", {}).items():
         monkeypatch.setenv(name, value)
-    before = everything(tmp_path, whole["data"].parent)
+    before = everything(tmp_path, valid["data"].parent)
     done = in_process(ROOT / "recipes" / f"{recipe}.py", *arguments, fails=True)
-    *progress, said = done.stderr.splitlines()
+    *progress, message = done.stderr.splitlines()
     assert all(re.match("about .* of text, |tokenizing ", text) for text in progress), done.stderr
-    assert said.startswith(f"{recipe}.py: ")
-    assert words in said
-    assert everything(tmp_path, whole["data"].parent) == before
+    assert message.startswith(f"{recipe}.py: ")
+    assert words in message
+    assert everything(tmp_path, valid["data"].parent) == before
 
 
 def test_the_tables_cover_all_recipes():

@@ -60,8 +60,8 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
     right = 0
     for row in chat_rows(21):
         question, answer = row["messages"]
-        [found] = chat([question], **options)
-        right += found["generated_text"] == answer["content"]
+        [reply] = chat([question], **options)
+        right += reply["generated_text"] == answer["content"]
     assert right == 20
     sample = read_json_lines(tmp_path / "run/samples.jsonl")[0]
     begin = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
@@ -84,8 +84,8 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
     recipe.fit_to_data(config, 128, processes)
-    found = (config.max_steps, config.warmup_steps, config.eval_every)
-    assert (config.total_batch_size // 512, *found) == expected
+    actual = (config.max_steps, config.warmup_steps, config.eval_every)
+    assert (config.total_batch_size // 512, *actual) == expected
     config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
     recipe.fit_to_data(config, 128, processes)
     assert (config.max_steps, config.learning_rate) == (7, 0.1)

@@ -89,10 +89,10 @@ def browser():
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
     with api.sync_playwright() as playwright:
         names = ("chromium", "chromium-browser", "google-chrome")
-        found = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
-        if not os.path.exists(found):
+        path = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
+        if not os.path.exists(path):
             pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser.new_context(
             viewport={"width": 390, "height": 844},
             permissions=["clipboard-read", "clipboard-write"],
@@ -125,12 +125,12 @@ def test_other_host_names_uploads_and_files_are_refused(chat_server):
 def test_the_model_reads_answered_messages():
     from gpt2_accel.tools.pages import conversation, escaped
 
-    said = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
-    history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+    turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
+    history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     history.append({"role": "user", "content": escaped("g")["content"]})
     history.append({"role": "assistant", **escaped(HTML)})
-    found = conversation(history, "f", "Be kind.")
-    assert [m["content"] for m in found] == ["Be kind.", "b", "c", "g", HTML, "f"]
+    messages = conversation(history, "f", "Be kind.")
+    assert [m["content"] for m in messages] == ["Be kind.", "b", "c", "g", HTML, "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]
 
 
@@ -149,8 +149,10 @@ def test_a_conversation_on_a_phone(browser, chat_server):
     page = browser.new_page()
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    own = (chat_server.url, "data:", "blob:")
-    page.on("request", lambda request: request.url.startswith(own) or errors.append(request.url))
+    allowed = (chat_server.url, "data:", "blob:")
+    page.on(
+        "request", lambda request: request.url.startswith(allowed) or errors.append(request.url)
+    )
     page.goto(chat_server.url)
     box = page.locator("textarea").last
     box.wait_for()

@@ -65,12 +65,12 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     flags = [*flags_of(model, items), "--data_dir", str(data_dir)]
     flags[3:3] = ["train,val"]
     run_recipe("evaluate", *flags)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     [[name, one]] = read_json(model / "evaluation.json").items()
     assert name == str(model)
     tasks = {key.partition("/")[0] for key in one["results"]}
     assert tasks == {"hellaswag", "text", "train", "val"}
-    assert f"{one['results']['hellaswag/acc']:.4f} ± " in said
+    assert f"{one['results']['hellaswag/acc']:.4f} ± " in output
     logged = metrics(model)[-1]
     assert one["results"]["val/loss"] == pytest.approx(logged["val/loss"], abs=1e-5)
 
@@ -151,8 +151,8 @@ def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
     theirs = read_json(path)["results"]
     for mine, name in {"acc": "acc", "acc_norm_per_char": "acc_norm"}.items():
         for error in ("", "_stderr"):
-            found = theirs["local_hellaswag"][f"{name}{error},none"]
-            assert ours["results"][f"hellaswag/{mine}{error}"] == pytest.approx(found, abs=1e-12)
+            expected = theirs["local_hellaswag"][f"{name}{error},none"]
+            assert ours["results"][f"hellaswag/{mine}{error}"] == pytest.approx(expected, abs=1e-12)
     bits = theirs["local_wikitext"]["bits_per_byte,none"]
     assert ours["results"]["text/bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
@@ -198,9 +198,9 @@ def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
     (tmp_path / "run/config.json").unlink()  # as while it trains
 
     def told(function):
-        found = function()
+        newest_here = function()
         newest = tmp_path / "run/checkpoint-4"
-        return newest.with_name("checkpoint-2") if found == newest else found
+        return newest.with_name("checkpoint-2") if newest_here == newest else newest_here
 
     monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
     flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")

@@ -29,15 +29,15 @@ def decay_of(run):
 
 
 def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, tmp_path, capsys):
-    output = tmp_path / "my $(run)"
+    folder = tmp_path / "my $(run)"
     flags = "--max_steps 30 --vocab_size 300 --eval_every 15 --sample_every 30 --sample_tokens 20"
     flags = [*flags.split(), "--n_layer", 2, "--n_embd", 64]
-    run_recipe("quickstart", *flags, "--output_dir", output)
-    said = capsys.readouterr().out
-    first = metrics(output)
+    run_recipe("quickstart", *flags, "--output_dir", folder)
+    output = capsys.readouterr().out
+    first = metrics(folder)
     assert first[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
-    assert decay_of(output) == 1.6  # of little text that is read often
-    sample, load = [line.strip() for line in said.splitlines() if line.startswith("  ")][-2:]
+    assert decay_of(folder) == 1.6  # of little text that is read often
+    sample, load = [line.strip() for line in output.splitlines() if line.startswith("  ")][-2:]
     words = started_by(shlex.split(sample)[1:], tmp_path)
     assert "def " in python(*words[1:], cwd=tmp_path).stdout
     (tmp_path / "command.py").write_text(shlex.split(load)[2])
@@ -45,11 +45,11 @@ def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, t
 
     # Training continues from that model, with its tokenizer, and keeps the decay that is given.
     shutil.rmtree("data")
-    more = (*flags, "--output_dir", tmp_path / "more", "--max_steps", 1, "--weight_decay", 0.3)
-    run_recipe("quickstart", *more, "--init_from", output)
-    assert metrics(tmp_path / "more")[0]["train/loss"] < first[0]["train/loss"] - 1
-    run_recipe("quickstart", *more[:-2], "--max_steps", 2)
-    assert decay_of(tmp_path / "more") == 0.3
+    flags += ["--output_dir", tmp_path / "continued", "--max_steps"]
+    run_recipe("quickstart", *flags, 1, "--weight_decay", 0.3, "--init_from", folder)
+    assert metrics(tmp_path / "continued")[0]["train/loss"] < first[0]["train/loss"] - 1
+    run_recipe("quickstart", *flags, 2)
+    assert decay_of(tmp_path / "continued") == 0.3
 
 
 def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):

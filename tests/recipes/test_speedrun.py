@@ -21,11 +21,11 @@ def test_settings_follow_the_depth(depth):
     recipe = load_recipe("speedrun")
     config = recipe.Speedrun(depth=depth)
     recipe.follow_depth(config, 50257, 8)
-    found = (recipe.width_of(depth), recipe.tokens_of(depth, 50257), config.total_batch_size)
-    found += (config.max_steps, config.learning_rate, config.weight_decay)
-    assert found == BY_HAND[depth]
+    actual = (recipe.width_of(depth), recipe.tokens_of(depth, 50257), config.total_batch_size)
+    actual += (config.max_steps, config.learning_rate, config.weight_decay)
+    assert actual == BY_HAND[depth]
     shape = config_class("nanochat").from_settings(config, 50257)
-    assert (shape.n_layer, shape.n_embd, shape.head_dim) == (depth, found[0], 128)
+    assert (shape.n_layer, shape.n_embd, shape.head_dim) == (depth, actual[0], 128)
     assert config.micro_batch_size == 16
 
 

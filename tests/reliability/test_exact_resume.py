@@ -76,8 +76,10 @@ def test_a_resumed_run_is_bit_identical(short_data, tmp_path, times, case):
     state = "checkpoint-12/training_state/optimizer.safetensors"
     assert digest(tmp_path / "cut" / state) == digest(tmp_path / "whole" / state)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        resumed, whole = (repeatable(tmp_path / folder / name) for folder in ("cut", "whole"))
-        assert resumed == whole, name
+        resumed, uninterrupted = (
+            repeatable(tmp_path / folder / name) for folder in ("cut", "whole")
+        )
+        assert resumed == uninterrupted, name
 
 
 def repeatable(path):
@@ -91,7 +93,7 @@ def repeatable(path):
 
 def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
     settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 12, "keep_last": 9}
-    whole = losses(run(tiny("whole", **settings)))
+    uninterrupted = losses(run(tiny("whole", **settings)))
     two = tiny("two", micro_batch_size=2, **settings)
     finish(two, processes=2)
     checkpoint = str(tmp_path / "two/checkpoint-6")
@@ -103,4 +105,4 @@ def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
         else:
             finish(config, processes=processes)
         resumed = losses(metrics(folder))
-        assert resumed == pytest.approx(whole[6:], abs=1e-5), (processes, micro_batch_size)
+        assert resumed == pytest.approx(uninterrupted[6:], abs=1e-5), (processes, micro_batch_size)

@@ -99,9 +99,13 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path, times
         assert saved
         assert all(find_corruption(path) is None for path in saved)
     # The run that was not killed keeps the checkpoint from before, and is told to resume from it.
-    whole = tmp_path / f"killed-{number + times(30, 1)}"
-    assert [path.name for path in list_checkpoints(whole)] == ["checkpoint-4", "checkpoint-6"]
-    assert "resume from checkpoint-6" in status(whole)["reason"]
+    last_run = tmp_path / f"killed-{number + times(30, 1)}"
+    assert [path.name for path in list_checkpoints(last_run)] == ["checkpoint-4", "checkpoint-6"]
+    assert "resume from checkpoint-6" in status(last_run)["reason"]
+
+
+def validation_losses(lines: list[dict]) -> list[tuple[int, float]]:
+    return [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
 
 
 @pytest.mark.parametrize("step", [4, 8])
@@ -124,11 +128,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(tiny, st
     assert "val/loss" not in lines[-1]
     assert status(config.output_dir)["state"] == "stopped"
     assert losses(run(config)) == losses(expected)
-    found = [
-        [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
-        for lines in (metrics(config.output_dir), expected)
-    ]
-    assert found[0] == found[1]
+    assert validation_losses(metrics(config.output_dir)) == validation_losses(expected)
     assert status(config.output_dir)["state"] == "finished"
 
 
@@ -170,12 +170,12 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, numb
     os.kill(process.pids[-1], number)
     wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
     assert process.wait(30) == code
-    found = status(tmp_path / "run")
+    run_status = status(tmp_path / "run")
     name = signal.Signals(number).name
-    assert (found["state"], found["reason"]) == ("stopped", name)
-    assert found["requeue"] == (number != signal.SIGINT)
+    assert (run_status["state"], run_status["reason"]) == ("stopped", name)
+    assert run_status["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{found['step']}"
+    assert checkpoint.name == f"checkpoint-{run_status['step']}"
 
 
 def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
@@ -191,9 +191,9 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
     before_update(endless)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(save_every=5))
-    found = status(tmp_path)
-    assert (found["state"], found["reason"]) == ("stopped", "SIGINT, twice")
-    assert not found["requeue"]
+    run_status = status(tmp_path)
+    assert (run_status["state"], run_status["reason"]) == ("stopped", "SIGINT, twice")
+    assert not run_status["requeue"]
     [checkpoint] = list_checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-5"
     assert find_corruption(checkpoint) is None
@@ -206,9 +206,9 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     wait_for(lambda: last_step(tmp_path / "run") > 5)
     os.kill(process.pids[rank], signal.SIGKILL)
     process.wait(60)
-    found = status(tmp_path / "run")
-    assert found["state"] == state, found
-    assert found["requeue"], found
+    run_status = status(tmp_path / "run")
+    assert run_status["state"] == state, run_status
+    assert run_status["requeue"], run_status
 
 
 def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
@@ -223,8 +223,8 @@ def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
     os.kill(process.pids[-1], signal.SIGTERM)
     assert process.wait(120) == 0, log_of(config)
     assert time.monotonic() - sent < update / 2
-    found = status(tmp_path / "run")
-    assert (found["state"], found["step"]) == ("stopped", 1)
+    run_status = status(tmp_path / "run")
+    assert (run_status["state"], run_status["step"]) == ("stopped", 1)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
 
@@ -233,7 +233,7 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
     """Two signals arrive within an update of 32 micro-batches."""
     settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 6}
     settings |= {"dropout": 0.1, "resume_from": "latest"}
-    whole = losses(run(tiny("whole", **settings)))
+    uninterrupted = losses(run(tiny("whole", **settings)))
     config = tiny("run", **settings)
     stops = {2, 3}
 
@@ -246,7 +246,7 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
     for step in (2, 3):
         run(config)
         assert (status(tmp_path / "run")["state"], last_step(tmp_path / "run")) == ("stopped", step)
-    assert losses(run(config)) == whole
+    assert losses(run(config)) == uninterrupted
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
@@ -270,11 +270,11 @@ def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_
     sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
     assert sentences
     assert all("its size of 164 bytes" in line for line in sentences)
-    found = status(tmp_path / "run")
+    run_status = status(tmp_path / "run")
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
-    assert found["state"] == "failed"
-    assert checkpoint.name == f"checkpoint-{found['step']}"
+    assert run_status["state"] == "failed"
+    assert checkpoint.name == f"checkpoint-{run_status['step']}"
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     config = tiny("whole", **settings)
     finish(config)
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
-    resumed, whole = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
-    assert losses(resumed) == losses(whole)
-    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in whole]
+    resumed, uninterrupted = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
+    assert losses(resumed) == losses(uninterrupted)
+    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in uninterrupted]
 
 
 @pytest.mark.parametrize("lora", [0, pytest.param(4, marks=long)])
@@ -97,8 +97,8 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
     trained(0, tmp_path / "whole")
     for number in killed_before_each(trained, times(60, 8 if lora else 1)):
         folder = tmp_path / f"killed-{number}"
-        whole = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
-        assert whole, "a checkpoint was lost"
+        intact = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
+        assert intact, "a checkpoint was lost"
         trained(0, folder)
         assert weights(folder) == weights(tmp_path / "whole"), number
         assert not lora or adapter(folder) == adapter(tmp_path / "whole")
@@ -140,16 +140,16 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
 def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_disk, capsys):
     disk = small_disk(4)
     settings = {"save_every": 2, "resume_from": "latest"}
-    whole = run(tiny("whole", **settings))
+    uninterrupted = run(tiny("whole", **settings))
     files = (tmp_path / "whole/checkpoint-8").rglob("*")
     size = sum(path.stat().st_blocks * 512 for path in files)
     (disk / "filler").write_bytes(bytes(4 * 2**20 - int(1.5 * size)))
     config = tiny(disk / "run", **settings)
     with refused("the last checkpoint could not be written"):
         run(config)
-    said = "".join(capsys.readouterr())
+    output = "".join(capsys.readouterr())
     for step in (4, 8):  # the run tries the last one again
-        assert said.count(f": checkpoint-{step} could not be written: {disk}/run/") == 1
+        assert output.count(f": checkpoint-{step} could not be written: {disk}/run/") == 1
     [checkpoint] = list_checkpoints(disk / "run")
     assert checkpoint.name == "checkpoint-2"
     assert find_corruption(checkpoint) is None
@@ -157,7 +157,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
     assert status(disk / "run")["state"] == "failed"
     assert last_step(disk / "run") == 8  # training continued after the failed write
     (disk / "filler").unlink()
-    assert losses(run(config)) == losses(whole)
+    assert losses(run(config)) == losses(uninterrupted)
     assert weights(disk / "run") == weights(tmp_path / "whole")
 
 
@@ -192,7 +192,7 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
 
 def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsys, times):
     settings = {"save_every": 4, "resume_from": "latest"}
-    whole = run(tiny("run", **settings))
+    uninterrupted = run(tiny("run", **settings))
     newest = tmp_path / "run/checkpoint-8"
     assert find_corruption(newest) is None
     for path in sorted(p for p in newest.rglob("*") if p.is_file()):
@@ -215,7 +215,7 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     (tmp_path / "run/model.safetensors").unlink()
     resumed = run(tiny("run", **settings))
     assert "checkpoint-8 is skipped: model.safetensors does not match" in capsys.readouterr().out
-    assert losses(resumed) == losses(whole)
+    assert losses(resumed) == losses(uninterrupted)
     assert find_corruption(newest) is None
     # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")

@@ -75,9 +75,10 @@ def test_unsupported_fields_are_refused(field, value, tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     path = written(tmp_path, **{field: value})
     _, environments = launched(["--config_file", str(path), "script.py"], dict(os.environ))
-    for name, own in environments[0].items():
-        if name.startswith(("ACCELERATE", "FSDP", "PARALLELISM")):  # without waiting for others
-            monkeypatch.setenv(name, own)
+    for name, variable in environments[0].items():
+        # The variables of torch.distributed would make this process wait for others.
+        if name.startswith(("ACCELERATE", "FSDP", "PARALLELISM")):
+            monkeypatch.setenv(name, variable)
     with refused(f"(?i)the Accelerate config has {field} {value}: "):
         build_accelerator()
 
@@ -103,7 +104,7 @@ def test_two_replicas_of_two_shards_train_as_four_shards(optimizer, tiny, tmp_pa
         launch(*flags, config="8xa100_fsdp2", processes=4)
         return losses(metrics(tmp_path / name))
 
-    expected, found = trained("shards"), trained("replicas")
-    assert found == pytest.approx(expected, abs=1e-5)
+    expected, actual = trained("shards"), trained("replicas")
+    assert actual == pytest.approx(expected, abs=1e-5)
     checkpoint = str(tmp_path / "replicas/checkpoint-4")
-    assert trained("resumed", resume_from=checkpoint) == found[4:]
+    assert trained("resumed", resume_from=checkpoint) == actual[4:]

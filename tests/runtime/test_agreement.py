@@ -19,8 +19,8 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
     assert "process 1 has the checkpoint None" in done.stderr
     assert "all nodes share" in done.stderr
-    found = status(tmp_path / "node0/run")
-    assert (found["state"], found["step"]) == ("finished", 8)
+    run_status = status(tmp_path / "node0/run")
+    assert (run_status["state"], run_status["step"]) == ("finished", 8)
 
 
 BUG = """
@@ -55,8 +55,8 @@ def test_a_bug_in_saving_ends_all_processes_at_the_next_update(data_dir, tmp_pat
     assert first == "AttributeError: planted"
     assert second.startswith("RuntimeError: Traceback")
     assert "AttributeError: planted" in second
-    found = status(tmp_path / "run")
-    assert (found["state"], found["step"], found["requeue"]) == ("failed", 2, False)
+    run_status = status(tmp_path / "run")
+    assert (run_status["state"], run_status["step"], run_status["requeue"]) == ("failed", 2, False)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 

@@ -89,9 +89,9 @@ def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypa
     def checked(rename):
         def run(source, target):
             for path in (Path(source), *Path(source).rglob("*")):
-                found = path.stat()
-                assert path.is_dir() or synced[found.st_ino] == found.st_size == 3
-                assert found.st_ino in synced
+                info = path.stat()
+                assert path.is_dir() or synced[info.st_ino] == info.st_size == 3
+                assert info.st_ino in synced
             named.append(Path(target).name)
             synced.pop(tmp_path.stat().st_ino, None)
             return rename(source, target)
@@ -120,9 +120,9 @@ def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, small_dis
     for context in (atomic_directory, atomic_files):
         with pytest.raises(OSError) as raised, context(path) as folder:
             write(folder / "w", content)
-        said = sentence(raised.value)
-        assert said.startswith(str(path))
-        assert os.strerror(errno.ENOSPC) in said
+        message = sentence(raised.value)
+        assert message.startswith(str(path))
+        assert os.strerror(errno.ENOSPC) in message
         with pytest.raises(AttributeError, match="a bug"), context(path):
             raise AttributeError("a bug")
 
@@ -145,8 +145,8 @@ def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys)
         if not disk.full:
             assert [line["step"] for line in read_json_lines(path)] == [*range(step + 1)]
     log.close()
-    said = capsys.readouterr().err
-    assert said == f"{path} lacks its last lines: No space left on device\n"
+    message = capsys.readouterr().err
+    assert message == f"{path} lacks its last lines: No space left on device\n"
     assert len(read_json_lines(path)) == 4
 
 

@@ -79,8 +79,10 @@ def test_muon_trains_and_resumes_as_with_ddp(data_dir, tmp_path):
     ddp = train("ddp", DDP)
     assert train("fsdp", FSDP) == pytest.approx(ddp, abs=1e-4)
     train("resumed", FSDP, resume_from="fsdp")
-    whole, resumed = (load_file(tmp_path / f / "model.safetensors") for f in ("fsdp", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    uninterrupted, resumed = (
+        load_file(tmp_path / f / "model.safetensors") for f in ("fsdp", "resumed")
+    )
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     assert train("from_ddp", FSDP, resume_from="ddp") == pytest.approx(ddp[6:], abs=1e-4)
     assert train("alone", DDP, 1, resume_from="fsdp") == pytest.approx(ddp[6:], abs=1e-4)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp", output_loading_info=True)

@@ -49,13 +49,13 @@ def test_the_launcher_passes_every_configs_settings_to_the_processes(path):
     assert len(environments) == config["num_processes"]
     compiled = config.get("dynamo_config", {})
     regional = str(compiled.get("dynamo_use_regional_compilation", False))
-    for found in environments:
-        assert found["ACCELERATE_MIXED_PRECISION"] == config["mixed_precision"]
-        assert found["ACCELERATE_DYNAMO_BACKEND"] == compiled.get("dynamo_backend", "NO")
-        assert found["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == regional
-        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in found
-        assert found.get("ACCELERATE_USE_CPU", "False") == str(path.stem.startswith("cpu"))
-        assert found.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
+    for environment in environments:
+        assert environment["ACCELERATE_MIXED_PRECISION"] == config["mixed_precision"]
+        assert environment["ACCELERATE_DYNAMO_BACKEND"] == compiled.get("dynamo_backend", "NO")
+        assert environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == regional
+        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
+        assert environment.get("ACCELERATE_USE_CPU", "False") == str(path.stem.startswith("cpu"))
+        assert environment.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
 
 
 def test_the_headline_command(data_dir, tmp_path):
@@ -79,8 +79,8 @@ def test_the_headline_command(data_dir, tmp_path):
 def test_the_recipes_of_other_sizes_have_their_shapes(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     for size, name in (("355m", "gpt2-medium"), ("774m", "gpt2-large"), ("1558m", "gpt2-xl")):
-        found = getattr(load_recipe(f"pretrain_{size}"), f"Pretrain{size.upper()}")()
-        assert (found.n_layer, found.n_head, found.n_embd) == GPT2_SIZES[name]
+        settings = getattr(load_recipe(f"pretrain_{size}"), f"Pretrain{size.upper()}")()
+        assert (settings.n_layer, settings.n_head, settings.n_embd) == GPT2_SIZES[name]
 
 
 # How runs end: what status.json says, and the launcher's exit code. None: the file did not change.
@@ -166,16 +166,16 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     best = min(evaluated, key=evaluated.get)
     assert (tmp_path / "run/best").resolve().name == f"checkpoint-{best}"
     assert history[-1]["step"] == best + 6 < 60
-    found = status(tmp_path / "run")
-    assert found["state"] == "finished"
-    assert not found["requeue"]
+    run_status = status(tmp_path / "run")
+    assert run_status["state"] == "finished"
+    assert not run_status["requeue"]
 
 
 def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
     settings = {"eval_every": 1, "patience": 3, "learning_rate": 1.0, "max_steps": 30}
-    whole = run(tiny("whole", **settings, save_every=1, keep_last=30))
-    assert 4 <= len(whole) < 30
-    last_but_one = str(tmp_path / f"whole/checkpoint-{len(whole) - 1}")
+    uninterrupted = run(tiny("whole", **settings, save_every=1, keep_last=30))
+    assert 4 <= len(uninterrupted) < 30
+    last_but_one = str(tmp_path / f"whole/checkpoint-{len(uninterrupted) - 1}")
     assert len(run(tiny("resumed", **settings, resume_from=last_but_one))) == 1
 
 
@@ -189,17 +189,17 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
         train(replace(config, dry_run=[*words], **changes))
         return capsys.readouterr().out
 
-    whole = planned("8xa100", "A100")
-    assert "processes     8, bf16\n" in whole
-    assert "per device of 80.0GB:" in whole
-    assert "micro_batch_size 2 in place of 4" in whole
-    assert "does not fit" not in whole
+    plan = planned("8xa100", "A100")
+    assert "processes     8, bf16\n" in plan
+    assert "per device of 80.0GB:" in plan
+    assert "micro_batch_size 2 in place of 4" in plan
+    assert "does not fit" not in plan
     assert "8, bf16, sharded by FSDP2\n" in planned("8xa100-fsdp2", "A100")
     assert "does not fit" in planned("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
     shape = GPTConfig(257, 32, 1, 2, 64)
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
-    said = planned("cpu", init_from=str(tmp_path / "start"))
-    assert f"{shape.parameter_count:,} parameters" in said
+    cpu_plan = planned("cpu", init_from=str(tmp_path / "start"))
+    assert f"{shape.parameter_count:,} parameters" in cpu_plan
     with refused("--dry_run .*no.yaml"):
         planned("no.yaml")
     assert not (tmp_path / "run").exists()
@@ -226,8 +226,8 @@ def test_the_dry_runs_activation_memory_equals_what_autograd_saves(precision):
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
     logits = 4 * 64 * config.padded_vocab_size * (6 if bf16 else 4)
-    found = activation_bytes(TrainConfig(sequence_length=64), config, precision, 4)
-    assert found == pytest.approx(sum(saved.values()) + logits, rel=0.02)
+    estimated = activation_bytes(TrainConfig(sequence_length=64), config, precision, 4)
+    assert estimated == pytest.approx(sum(saved.values()) + logits, rel=0.02)
     del loss
 
 

@@ -24,30 +24,36 @@ def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, b
     def slow(step):
         while step == 3 and not seen:
             time.sleep(0.01)
-            seen.extend(found for found in [read_status(tmp_path)] if found["step"] == 3)
+            seen.extend(
+                run_status for run_status in [read_status(tmp_path)] if run_status["step"] == 3
+            )
 
     before_update(slow)
     monkeypatch.setattr(log, "HEARTBEAT", 0.05)
     run(tiny())
     assert seen[0]["state"] == "running"
     assert seen[0]["requeue"]
-    found = read_status(tmp_path)
-    assert (found["state"], found["step"], found["requeue"]) == ("finished", 8, False)
+    run_status = read_status(tmp_path)
+    assert (run_status["state"], run_status["step"], run_status["requeue"]) == (
+        "finished",
+        8,
+        False,
+    )
     time.sleep(0.1)
-    assert read_status(tmp_path) == found
+    assert read_status(tmp_path) == run_status
 
 
 def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
     run(tiny())
     written = read_json(tmp_path / "status.json") | {"state": "running"}
 
-    def found(silent):
+    def status_after(silent):
         changed = {"time": (datetime.now(UTC) - silent).isoformat(timespec="seconds")}
         (tmp_path / "status.json").write_text(json.dumps(written | changed))
         return read_status(tmp_path)
 
-    assert found(SILENCE / 2)["state"] == "running"
-    killed = found(2 * SILENCE)
+    assert status_after(SILENCE / 2)["state"] == "running"
+    killed = status_after(2 * SILENCE)
     assert (killed["state"], killed["step"]) == ("killed", 8)
     assert killed["reason"].startswith("no heartbeat since 2")
 
@@ -59,8 +65,8 @@ def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_
     steps = iter((5, 5, 5 + updates, 5 + updates))
     with pytest.raises(DistError), Status(tmp_path, lambda: next(steps), stop):
         raise DistError("a peer is gone")
-    found = read_status(tmp_path)
-    assert (found["state"], found["requeue"]) == ("failed", updates > 0)
+    run_status = read_status(tmp_path)
+    assert (run_status["state"], run_status["requeue"]) == ("failed", updates > 0)
 
 
 def test_logged_figures_are_means_since_the_last_line(tmp_path, monkeypatch):
@@ -99,7 +105,7 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
     every |= {"sample_tokens": 2, "eval_tokens": 128}
     for updates in (9, 14):
         run(tiny(max_steps=updates, resume_from="latest", **every))
-    found = [line for line in metrics(tmp_path) if "train/seconds" in line]
-    assert [line["train/seconds"] for line in found] == [1, 5, 9, 10, 14]
+    lines = [line for line in metrics(tmp_path) if "train/seconds" in line]
+    assert [line["train/seconds"] for line in lines] == [1, 5, 9, 10, 14]
     assert now[0] > 300
-    assert {line["train/tokens_per_second"] for line in found} == {128}
+    assert {line["train/tokens_per_second"] for line in lines} == {128}

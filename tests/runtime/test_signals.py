@@ -62,11 +62,11 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_pa
         launcher.wait(60)
     finally:
         launcher.kill()
-    found = status(tmp_path / "run")
-    assert (found["state"], found["reason"]) == ("stopped", number.name)
-    assert found["requeue"] == (number != signal.SIGINT)
+    run_status = status(tmp_path / "run")
+    assert (run_status["state"], run_status["reason"]) == ("stopped", number.name)
+    assert run_status["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{found['step']}"
+    assert checkpoint.name == f"checkpoint-{run_status['step']}"
     assert find_corruption(checkpoint) is None
 
 

@@ -86,9 +86,9 @@ def test_a_missing_tracker_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with refused("pip install 'trackio"):
         run(tiny("run", report_to=["trackio"]))
-    found = status(tmp_path / "run")
-    assert found["state"] == "failed"
-    assert "trackio" in found["reason"]
+    run_status = status(tmp_path / "run")
+    assert run_status["state"] == "failed"
+    assert "trackio" in run_status["reason"]
 
 
 @needs_all

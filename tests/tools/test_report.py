@@ -37,9 +37,9 @@ def browser_path() -> str:
 
 def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
     for name in ("first", "second"):
-        found = read_json(shutil.copytree(runs / name, tmp_path / name) / "run.json")
-        found |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
-        write_json(tmp_path / name / "run.json", found)
+        run = read_json(shutil.copytree(runs / name, tmp_path / name) / "run.json")
+        run |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
+        write_json(tmp_path / name / "run.json", run)
     run_recipe("report", tmp_path / "first", tmp_path / "second", "--output_dir", tmp_path / "out")
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
     assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names

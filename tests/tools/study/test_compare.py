@@ -43,11 +43,11 @@ def test_verdicts():
 
 def test_the_named_number_of_seeds_tells_a_difference_of_this_size():
     """With one pair fewer the interval still contains zero."""
-    found = judge([0.1, -0.05, 0.06])
-    more = int(found.removeprefix("not distinguishable: about ").split()[0])
+    sentence = judge([0.1, -0.05, 0.06])
+    missing = int(sentence.removeprefix("not distinguishable: about ").split()[0])
     mean = 0.11 / 3
     spread = 0.0777
-    for count, verdict in ((3 + more, "worse"), (2 + more, "not distinguishable")):
+    for count, verdict in ((3 + missing, "worse"), (2 + missing, "not distinguishable")):
         values = np.random.default_rng(0).normal(size=count)
         values = (values - values.mean()) / values.std(ddof=1)
         assert judge(list(mean + spread * values)).startswith(verdict)
@@ -59,18 +59,18 @@ def test_equal_variants_are_told_apart_in_one_case_of_twenty():
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert len(losses) == len(set(losses)) >= 60
     draw = random.Random(0)
-    found = 0
+    told_apart = 0
     count = 2000
     for _ in range(count):
         seeds = draw.choice((3, 5, 8))
         drawn = draw.sample(losses, 2 * seeds)
         pairs = zip(drawn[:seeds], drawn[seeds:], strict=True)
-        found += judge([a - b for a, b in pairs]) in ("better", "worse")
-    assert 0.03 <= found / count <= 0.07
+        told_apart += judge([a - b for a, b in pairs]) in ("better", "worse")
+    assert 0.03 <= told_apart / count <= 0.07
 
 
 @pytest.mark.parametrize(
-    "own, base, verdict",
+    "variant, base, verdict",
     [
         ([1.0, 1.1, math.inf], [2.0, 2.05, math.inf], "better"),
         (
@@ -80,8 +80,8 @@ def test_equal_variants_are_told_apart_in_one_case_of_twenty():
         ),
     ],
 )
-def test_a_run_that_diverged_or_failed_is_in_no_pair(own, base, verdict):
-    values = {("base", None): base, ("own", None): own}
+def test_a_run_that_diverged_or_failed_is_in_no_pair(variant, base, verdict):
+    values = {("base", None): base, ("own", None): variant}
     outcome = Comparison(Study("recipe", {"base": {}, "own": {}}), values, dict.fromkeys(values, 1))
     assert outcome.verdict("own", None)[0] == verdict
     assert outcome.verdict("base", None) == ("baseline", "")

@@ -77,8 +77,8 @@ def studied(data_dir, tmp_path_factory):
     wild = {"learning_rate": 1e30, "max_grad_norm": 0.0}
     variants = {"full": {"learning_rate": 1e-2}, "wild": wild}
 
-    def write(folder, seeds=1, **more):
-        parts = {"recipe": recipe, "variants": variants | more, "seeds": seeds}
+    def write(folder, seeds=1, **added):
+        parts = {"recipe": recipe, "variants": variants | added, "seeds": seeds}
         return study_file(folder, data_dir, **parts)
 
     file = write(path, lost={"learning_rate": 2e-2})
@@ -105,10 +105,10 @@ def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
     }
     del settings["warmup_share"]
     lines = run(tiny("run", **settings))
-    [own] = folder.glob("runs/full-seed1-*")
-    [row] = [row for row in rows(folder) if row["id"] in own.name]
+    [run_dir] = folder.glob("runs/full-seed1-*")
+    [row] = [row for row in rows(folder) if row["id"] in run_dir.name]
     assert float(row["loss"]) == pytest.approx(lines[-1]["val/loss"], rel=1e-6)
-    kept = {path.name for path in own.iterdir()}
+    kept = {path.name for path in run_dir.iterdir()}
     assert {"metrics.jsonl", "config.yaml", "run.json", "log.txt"} <= kept
     assert not [name for name in kept if name.endswith(".safetensors") or "checkpoint" in name]
 
@@ -185,10 +185,10 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
     shape = {"n_layer": 1, "n_embd": 16, "max_steps": 2}
     run(tiny(model, **shape, seed=1))
     shutil.copytree(model, moved)
-    own = {"data_dir": str(data_dir)}
+    data = {"data_dir": str(data_dir)}
     tokens = read_manifest(data_dir)["splits"]["train"]["tokens"]
-    changes = [{**own, "max_steps": passes * tokens // 2048} for passes in (3, 5)]
-    changes += [{**own, "n_positions": 32, "init_from": str(folder)} for folder in (model, moved)]
+    changes = [{**data, "max_steps": passes * tokens // 2048} for passes in (3, 5)]
+    changes += [{**data, "n_positions": 32, "init_from": str(folder)} for folder in (model, moved)]
     changes.append({**changes[1], "weight_decay": 0.3})
     trials = read_trials(ROOT / "recipes/quickstart.py", [("one", each) for each in changes])
     assert [trial.resolved["weight_decay"] for trial in trials] == [0.3, 1.6, 0.3, 0.3, 0.3]
@@ -209,9 +209,9 @@ def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
     wanted, updates = 12, 5000
     parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
     path = study_file(tmp_path, data_dir, **parts)
-    whole = tmp_path / "whole"
+    uninterrupted = tmp_path / "whole"
     out = tmp_path / "out"
-    compare(path, whole)
+    compare(path, uninterrupted)
     draw = random.Random(1)
     kills = 0
     while kills < wanted:
@@ -232,7 +232,7 @@ def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
         assert started.wait() or kills == wanted, "the study ended before the kills"
     compare(path, out)
     assert len(rows(out)) == 4
-    assert (out / "runs.csv").read_bytes() == (whole / "runs.csv").read_bytes()
+    assert (out / "runs.csv").read_bytes() == (uninterrupted / "runs.csv").read_bytes()
 
 
 @long

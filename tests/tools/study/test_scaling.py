@@ -45,9 +45,10 @@ def test_a_law_is_found_exactly_and_never_has_a_negative_term():
     law = fit_law(N, D, loss_of(BESIROGLU, N, D), C)
     assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6)
     assert law.spread < 1e-8
-    found = fit_law(N, D, 2 + 300 * N**-0.3, C).law
-    assert [found["E"], found["A"], found["alpha"]] == pytest.approx([2, 300, 0.3], rel=1e-4)
-    assert found["B"] < 1e-6
+    without_data_term = fit_law(N, D, 2 + 300 * N**-0.3, C).law
+    expected = pytest.approx({"E": 2, "A": 300, "alpha": 0.3}, rel=1e-4)
+    assert {name: without_data_term[name] for name in ("E", "A", "alpha")} == expected
+    assert without_data_term["B"] < 1e-6
     assert min(fit_law(N, D, 2 - 300 * N**-0.3, C).law.values()) >= 0  # rises with N
 
 
@@ -119,8 +120,8 @@ def test_the_sizes_of_a_budget_have_equal_flops(data_dir):
     for one in grid.runs:  # up to half an update
         batch = one.config.total_batch_size * one.flops_per_token
         assert abs(one.flops - 1e14) <= batch / 2
-    more = grid_of(data_dir, [1e14], None, sizes=9)
-    assert {one.id for one in grid.runs} < {one.id for one in more.runs}
+    larger = grid_of(data_dir, [1e14], None, sizes=9)
+    assert {one.id for one in grid.runs} < {one.id for one in larger.runs}
 
 
 @pytest.mark.parametrize("power", [-1, 1])
