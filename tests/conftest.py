@@ -203,6 +203,12 @@ def status(run_dir) -> dict:
     return read_json(Path(run_dir) / "status.json")
 
 
+def assert_status(run_dir, **expected) -> None:
+    """Asserts that a run's status.json has these values."""
+    values = status(run_dir)
+    assert {name: values[name] for name in expected} == expected
+
+
 @contextmanager
 def refused(words: str) -> Iterator[None]:
     """The block has to raise a `ValueError` or `OSError` of one sentence that matches `words`."""

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     as_flags,
+    assert_status,
     chat_rows,
     losses,
     metrics,
     read_json,
     refused,
     reset_accelerate,
-    status,
     tiny_config,
     write_lines,
 )
@@ -430,12 +430,7 @@ def test_requests_of_callbacks_are_kept(tiny, tmp_path):
     assert lines[-1] == {"step": 6, "tokens": 6 * 128, "mine/end": 2.5}
     state = read_json(tmp_path / "run/checkpoint-5/training_state/state.json")
     assert state["best"] is None  # validations of callbacks do not count
-    run_status = status(tmp_path / "run")
-    assert (run_status["state"], run_status["reason"], run_status["requeue"]) == (
-        "stopped",
-        "enough",
-        False,
-    )
+    assert_status(tmp_path / "run", state="stopped", reason="enough", requeue=False)
 
 
 def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
@@ -445,8 +440,7 @@ def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
             "tests/seams_script.py", *as_flags(config), processes=2, fails=bool(code), CASE=case
         )
         assert done.returncode == code, done.stderr
-    run_status = status(tmp_path / "stop")
-    assert (run_status["state"], run_status["reason"]) == ("stopped", "rank 1 has enough")
+    assert_status(tmp_path / "stop", state="stopped", reason="rank 1 has enough")
     assert "the objective returns the figures ['one'], first ['zero']" in done.stderr
 
 

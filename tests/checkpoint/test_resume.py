@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from conftest import contents, losses, make_text, read_json, refused, run, status
+from conftest import assert_status, contents, losses, make_text, read_json, refused, run
 
 from gpt2_accel.checkpoint.find import (
     find_corruption,
@@ -168,20 +168,10 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     settings = {"lr_schedule": "constant", "resume_from": "latest"}
     config = tiny(max_steps=10**6, max_hours=1 / 3600, **settings)
     step = run(config)[-1]["step"]
-    run_status = status(tmp_path)
-    assert (run_status["state"], run_status["reason"], run_status["requeue"]) == (
-        "stopped",
-        "max_hours",
-        True,
-    )
+    assert_status(tmp_path, state="stopped", reason="max_hours", requeue=True)
     assert not (tmp_path / "model.safetensors").exists()
     assert signals.exit_code == 0
     run(tiny(max_steps=2, **settings))
-    run_status = status(tmp_path)
-    assert (run_status["state"], run_status["step"], run_status["requeue"]) == (
-        "finished",
-        step,
-        False,
-    )
+    assert_status(tmp_path, state="finished", step=step, requeue=False)
     newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
     assert digest(tmp_path / "model.safetensors") == newest

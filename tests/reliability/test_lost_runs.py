@@ -10,7 +10,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from conftest import as_flags, contents, long, losses, metrics, refused, run, status, tiny_config
+from conftest import (
+    as_flags,
+    assert_status,
+    contents,
+    long,
+    losses,
+    metrics,
+    refused,
+    run,
+    status,
+    tiny_config,
+)
 from interrupted import (
     KILLING_SCRIPT,
     SCRIPT,
@@ -170,12 +181,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint(tiny, tmp_path, processes, numb
     os.kill(process.pids[-1], number)
     wait_for(lambda: status(tmp_path / "run")["state"] != "running", 30)
     assert process.wait(30) == code
-    run_status = status(tmp_path / "run")
     name = signal.Signals(number).name
-    assert (run_status["state"], run_status["reason"]) == ("stopped", name)
-    assert run_status["requeue"] == (number != signal.SIGINT)
+    requeue = number != signal.SIGINT
+    assert_status(tmp_path / "run", state="stopped", reason=name, requeue=requeue)
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{run_status['step']}"
+    assert checkpoint.name == f"checkpoint-{status(tmp_path / 'run')['step']}"
 
 
 def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
@@ -191,9 +201,7 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
     before_update(endless)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(save_every=5))
-    run_status = status(tmp_path)
-    assert (run_status["state"], run_status["reason"]) == ("stopped", "SIGINT, twice")
-    assert not run_status["requeue"]
+    assert_status(tmp_path, state="stopped", reason="SIGINT, twice", requeue=False)
     [checkpoint] = list_checkpoints(tmp_path)
     assert checkpoint.name == "checkpoint-5"
     assert find_corruption(checkpoint) is None
@@ -206,9 +214,7 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     wait_for(lambda: last_step(tmp_path / "run") > 5)
     os.kill(process.pids[rank], signal.SIGKILL)
     process.wait(60)
-    run_status = status(tmp_path / "run")
-    assert run_status["state"] == state, run_status
-    assert run_status["requeue"], run_status
+    assert_status(tmp_path / "run", state=state, requeue=True)
 
 
 def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
@@ -223,8 +229,7 @@ def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
     os.kill(process.pids[-1], signal.SIGTERM)
     assert process.wait(120) == 0, log_of(config)
     assert time.monotonic() - sent < update / 2
-    run_status = status(tmp_path / "run")
-    assert (run_status["state"], run_status["step"]) == ("stopped", 1)
+    assert_status(tmp_path / "run", state="stopped", step=1)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
 
@@ -245,7 +250,8 @@ def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, b
     before_update(stop)
     for step in (2, 3):
         run(config)
-        assert (status(tmp_path / "run")["state"], last_step(tmp_path / "run")) == ("stopped", step)
+        assert_status(tmp_path / "run", state="stopped")
+        assert last_step(tmp_path / "run") == step
     assert losses(run(config)) == uninterrupted
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
@@ -270,11 +276,10 @@ def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_
     sentences = [line for line in log_of(config).splitlines() if line.startswith("train_script")]
     assert sentences
     assert all("its size of 164 bytes" in line for line in sentences)
-    run_status = status(tmp_path / "run")
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
-    assert run_status["state"] == "failed"
-    assert checkpoint.name == f"checkpoint-{run_status['step']}"
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    assert_status(tmp_path / "run", state="failed", step=step)
 
 
 @pytest.mark.parametrize(

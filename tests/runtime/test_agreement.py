@@ -2,7 +2,7 @@
 
 import time
 
-from conftest import as_flags, metrics, status, tiny_config
+from conftest import as_flags, assert_status, metrics, tiny_config
 from launching import launch
 
 from gpt2_accel.runtime.files import lock_folder
@@ -19,8 +19,7 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
     assert "process 1 has the checkpoint None" in done.stderr
     assert "all nodes share" in done.stderr
-    run_status = status(tmp_path / "node0/run")
-    assert (run_status["state"], run_status["step"]) == ("finished", 8)
+    assert_status(tmp_path / "node0/run", state="finished", step=8)
 
 
 BUG = """
@@ -55,8 +54,7 @@ def test_a_bug_in_saving_ends_all_processes_at_the_next_update(data_dir, tmp_pat
     assert first == "AttributeError: planted"
     assert second.startswith("RuntimeError: Traceback")
     assert "AttributeError: planted" in second
-    run_status = status(tmp_path / "run")
-    assert (run_status["state"], run_status["step"], run_status["requeue"]) == ("failed", 2, False)
+    assert_status(tmp_path / "run", state="failed", step=2, requeue=False)
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
 
 

@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import (
     GPT2_SIZES,
+    assert_status,
     load_recipe,
     losses,
     make_text,
@@ -18,7 +19,6 @@ from conftest import (
     refused,
     run,
     small_notebook,
-    status,
 )
 from launching import ROOT, launch, launched, python
 from transformers import pipeline
@@ -166,9 +166,7 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     best = min(evaluated, key=evaluated.get)
     assert (tmp_path / "run/best").resolve().name == f"checkpoint-{best}"
     assert history[-1]["step"] == best + 6 < 60
-    run_status = status(tmp_path / "run")
-    assert run_status["state"] == "finished"
-    assert not run_status["requeue"]
+    assert_status(tmp_path / "run", state="finished", requeue=False)
 
 
 def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):

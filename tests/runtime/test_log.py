@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import metrics, read_json, run
+from conftest import assert_status, metrics, read_json, run
 from torch.distributed import DistError
 
 import gpt2_accel.run as run_module
@@ -24,23 +24,19 @@ def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, b
     def slow(step):
         while step == 3 and not seen:
             time.sleep(0.01)
-            seen.extend(
-                run_status for run_status in [read_status(tmp_path)] if run_status["step"] == 3
-            )
+            during = read_status(tmp_path)
+            if during["step"] == 3:
+                seen.append(during)
 
     before_update(slow)
     monkeypatch.setattr(log, "HEARTBEAT", 0.05)
     run(tiny())
     assert seen[0]["state"] == "running"
     assert seen[0]["requeue"]
-    run_status = read_status(tmp_path)
-    assert (run_status["state"], run_status["step"], run_status["requeue"]) == (
-        "finished",
-        8,
-        False,
-    )
+    assert_status(tmp_path, state="finished", step=8, requeue=False)
+    after = read_status(tmp_path)
     time.sleep(0.1)
-    assert read_status(tmp_path) == run_status
+    assert read_status(tmp_path) == after
 
 
 def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
@@ -65,8 +61,7 @@ def test_a_run_that_lost_a_process_is_requeued_only_after_progress(updates, tmp_
     steps = iter((5, 5, 5 + updates, 5 + updates))
     with pytest.raises(DistError), Status(tmp_path, lambda: next(steps), stop):
         raise DistError("a peer is gone")
-    run_status = read_status(tmp_path)
-    assert (run_status["state"], run_status["requeue"]) == ("failed", updates > 0)
+    assert_status(tmp_path, state="failed", requeue=updates > 0)
 
 
 def test_logged_figures_are_means_since_the_last_line(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import as_flags, long, metrics, status
+from conftest import as_flags, assert_status, long, metrics
 from launching import ROOT, free_port, wait_for
 
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
@@ -62,11 +62,10 @@ def test_a_signal_to_the_launcher_leaves_a_checkpoint(tiny, number, send, tmp_pa
         launcher.wait(60)
     finally:
         launcher.kill()
-    run_status = status(tmp_path / "run")
-    assert (run_status["state"], run_status["reason"]) == ("stopped", number.name)
-    assert run_status["requeue"] == (number != signal.SIGINT)
     [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert checkpoint.name == f"checkpoint-{run_status['step']}"
+    step = int(checkpoint.name.removeprefix("checkpoint-"))
+    requeue = number != signal.SIGINT
+    assert_status(tmp_path / "run", state="stopped", reason=number.name, requeue=requeue, step=step)
     assert find_corruption(checkpoint) is None
 
 
