@@ -369,7 +369,7 @@ def peak_of(action, *arguments) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     result = action(*arguments)
-    peaks.append(anonymous_memory())  # with the result
+    peaks.append(anonymous_memory())  # includes the result
     done.set()
     watcher.join()
     del result

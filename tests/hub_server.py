@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/lfs/") and self.command == "PUT":
             self.server.blobs[path.removeprefix("/lfs/")] = body
             return self.answer(200, {})
-        if path.startswith("/lfs/"):  # as a CDN, without a login
+        if path.startswith("/lfs/"):  # a CDN asks for no login
             return self.answer_file(self.server.blobs[path.removeprefix("/lfs/")])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})

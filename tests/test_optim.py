@@ -55,7 +55,7 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
         torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
 
 
-def test_known_values_of_the_schedules():
+def test_the_schedules_have_known_values():
     def rate(schedule, step):
         return learning_rate(
             step, peak=1.0, schedule=schedule, warmup_steps=9, max_steps=109, min_ratio=0.1

@@ -382,11 +382,11 @@ def test_chat_data_and_pairs_are_not_confused(pairs, start, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["bf16", pytest.param("fsdp2", marks=long)])
-def test_figures_of_bf16_and_of_two_sharded_processes(how, pairs, start, tmp_path):
+def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, start, tmp_path):
     def flags(name, **changes):
         data = tmp_path / f"{name}-pairs"
         shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-        changes |= PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6}
+        changes = PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6} | changes
         return settings(start, tmp_path / name, **changes)
 
     run_recipe("chat_dpo", *flags("fp32"))

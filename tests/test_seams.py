@@ -194,7 +194,7 @@ PLACES = [
     "gpt2_accel.hf.comparison.unknown_tensors",
     "gpt2_accel.hf.convert.save_tokenizer",
     "gpt2_accel.hf.convert.model_card",
-    "pathlib.Path.rename",  # as on a mounted bucket
+    "pathlib.Path.rename",  # a mounted bucket cannot rename
 ]
 
 

@@ -80,7 +80,7 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(tiny, tmp_path, monkey
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_init_from_an_hf_gpt2(tiny, tmp_path):
+def test_training_starts_from_an_hf_gpt2(tiny, tmp_path):
     shape = {"vocab_size": 257, "n_positions": 64, "n_layer": 1, "n_head": 2, "n_embd": 32}
     hf = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=256, eos_token_id=256))
     hf.save_pretrained(tmp_path / "hf")

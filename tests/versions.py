@@ -26,7 +26,7 @@ TESTS = (
     *("models", "generation", "checkpoint", "evals/test_evals.py", "test_train.py"),
     *("data/test_loader.py", "data/test_prepare.py", "data/test_shards.py", "test_tokenizer.py"),
     *("hf/test_convert.py", "hf/test_hub.py", "tools/test_importers.py"),
-    *("test_config.py", "runtime/test_launch.py::test_the_headline_command"),
+    *("test_config.py", "runtime/test_launch.py::test_the_headline_command_trains"),
     "runtime/test_accelerate_config.py",
     *("data/test_conversations.py", "data/test_pairs.py"),
     *("hf/test_chat_template.py", "test_preferences.py", "hf/test_lora_runs.py"),

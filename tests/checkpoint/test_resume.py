@@ -107,7 +107,7 @@ def test_a_resume_prints_what_it_changes_and_keeps_it_also_after_a_kill(
     longer = {"max_steps": 12, "dropout": 0.1, "document_mask": True, "resume_from": "latest"}
     before_update(lambda step: 1 / (step - 9))
     config = tiny(**longer, learning_rate=1e-3, log_every=2)
-    with pytest.raises(ZeroDivisionError):  # in the update after the first
+    with pytest.raises(ZeroDivisionError):  # the second update after the resume fails
         run(config)
     monkeypatch.undo()
     # Cosine from 0.01 was at its end, a tenth; 10 of 12 updates follow the warmup, 6 of them done.

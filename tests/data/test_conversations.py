@@ -43,7 +43,7 @@ ASKED = ROWS["asked"]
 
 
 @pytest.mark.parametrize("case", ROWS["forms"], ids=lambda case: case["form"])
-def test_forms_of_conversations(case):
+def test_each_form_of_a_conversation_is_read(case):
     messages = case.get("messages", ASKED)
     counted = case.get("counted", [True] * len(messages))
     assert read_messages(case["row"], "here") == (messages, counted)

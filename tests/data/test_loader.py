@@ -103,7 +103,7 @@ def test_13_000_shards_open_fast_with_few_open_files(data_dir, tmp_path):
     (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
     begun = time.process_time()
     loader = mixture_loader(tmp_path / "d")
-    for _ in range(8):  # as often as a run reads it
+    for _ in range(8):  # a run reads it this often
         read_manifest(tmp_path / "d")
     assert time.process_time() - begun < 1
     assert len(list(loader.update(0, 800))) == 200

@@ -147,7 +147,7 @@ def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
     assert begins == ["text of LICENSE", "text of code.py", "text of handbook.md"]
 
 
-def test_empty_rows_lone_surrogates_and_separators_in_a_text(tmp_path):
+def test_empty_rows_are_left_out_and_lone_surrogates_replaced(tmp_path):
     lines = """\ufeff{"text": ""}
 {"text": null}
 {"text": "é"}

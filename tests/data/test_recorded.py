@@ -43,7 +43,7 @@ def recorded(folder) -> list[tuple]:
     return [(splits[s]["documents"], len(tokens[s]), digest(tokens[s])) for s in tokens]
 
 
-def test_a_trained_bpe_and_its_tokens(tmp_path):
+def test_a_trained_bpe_and_its_tokens_do_not_change(tmp_path):
     texts = {"train": [make_text(200 + 7 * i, i) for i in range(60)]}
     texts["val"] = [make_text(150, 1000 + i) for i in range(6)]
     tokenizer = train_bpe(texts["train"], 300)
@@ -55,7 +55,7 @@ def test_a_trained_bpe_and_its_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["characters", "gpt2"])
-def test_tokens_of_one_text(tmp_path, name, request):
+def test_the_tokens_of_a_text_do_not_change(tmp_path, name, request):
     path, data = tmp_path / "text.txt", tmp_path / "data"
     path.write_text("".join(make_text(30, seed) for seed in range(200)))
     if name == "characters":
@@ -116,7 +116,7 @@ def loader(folder, **ranks):
 
 
 @pytest.mark.parametrize("case", RECORDED["orders"], ids=lambda case: case["digest"])
-def test_the_training_order(sets, case):
+def test_the_training_order_does_not_change(sets, case):
     samples = loader(sets / str(case["set"])).samples(case["first"], 4096).tolist()
     if case["set"] != "mix":
         samples = [window for _, window in samples]
@@ -124,14 +124,14 @@ def test_the_training_order(sets, case):
     assert digest(samples) == case["digest"]
 
 
-def test_the_order_of_one_epoch():
+def test_the_order_of_an_epoch_does_not_change():
     start = [2, 8, 9, 5, 12, 7, 6, 15, 19, 10, 17, 3, 13, 1, 14, 16, 0, 18, 11, 4]
     assert shuffled(np.arange(20), 20, 0).tolist() == start
     assert digest(shuffled(np.arange(99_000, 100_000), 100_000, 5, 2)) == "6bae592a2516b072"
 
 
 @pytest.mark.parametrize("case", RECORDED["batches"])
-def test_the_micro_batches_of_an_update(sets, case):
+def test_the_micro_batches_of_an_update_do_not_change(sets, case):
     rank, world_size = case["rank"], case["world_size"]
     batches = list(loader(sets / "mix", rank=rank, world_size=world_size).update(96, 16))
     assert [batch.divisor for batch in batches] == [4 / world_size] * (4 // world_size)

@@ -36,7 +36,7 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
         return completions
 
     monkeypatch.setattr(chat, "complete", answered)
-    monkeypatch.setattr(chat, "BATCH_SIZE", 2)  # of five items: three batches
+    monkeypatch.setattr(chat, "BATCH_SIZE", 2)  # the five items are three batches
     items = [
         {"prompt": "aaaaa", "answer": "yes", "group": "x"},
         {"prompt": "bbbb", "answer": "yes", "group": "x"},

@@ -179,12 +179,12 @@ def test_items_with_endings_that_do_not_fit_are_skipped():
     assert task.labels == rest.labels
 
 
-def test_items_of_a_file(tmp_path):
+def test_items_are_read_from_json_lines_and_text(tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text('{"text": "a\u2028b"}\r\n\r\n{"text": "c"}', encoding="utf-8")
     first, second = read_items(path)
     assert first == (f"{path}, line 1", {"text": "a\u2028b"})
     assert second.place.endswith("line 3")
     text = tmp_path / "items.txt"
-    text.write_bytes("the cat\n\nsat on\r\n".encode("utf-8-sig"))  # as on Windows
+    text.write_bytes("the cat\n\nsat on\r\n".encode("utf-8-sig"))  # Windows writes such files
     assert read_items(text) == [(str(text), {"text": "the cat\n\nsat on\r\n"})]

@@ -65,7 +65,7 @@ def instruct_model(family, folder):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_the_original_templates_of_instruct_models(family, tmp_path):
+def test_instruct_models_keep_their_templates(family, tmp_path):
     template, counted = instruct_model(family, tmp_path / "base")
     tokenizer = chat_tokenizer(tmp_path / "base")
     ids, counts = conversation_tokens(tokenizer, MESSAGES)

@@ -103,7 +103,7 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
         change(directory)
         try:
             theirs = GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32).eval()
-        except Exception:  # of several types
+        except Exception:  # transformers raises several types
             with refused(str(directory)):
                 from_pretrained(directory)
         else:

@@ -138,7 +138,7 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
     server, command = user
     prepare_folder(tmp_path)
     prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
-    for folder in ("data/mine", "data/more"):  # of the quickstart, and what stands for OpenWebText
+    for folder in ("data/mine", "data/more"):  # data/more stands for OpenWebText
         command(prepare, f"--data_dir {folder}", start=run_command, cwd=tmp_path)
     questions = Dataset.from_list([{**item, "label": "1"} for item in hellaswag_items(2)])
     questions.to_parquet(tmp_path / "table.parquet")

@@ -171,7 +171,7 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     assert losses(lines)[-1] < losses(lines)[0] - 0.01
     folder = tmp_path / "run"
     saved = load_file(folder / "adapter" / ADAPTER)
-    assert not any("gate." in name for name in saved)  # of a router
+    assert not any("gate." in name for name in saved)  # the gate is the router
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     if dtype == "bfloat16":  # the base that was trained on
@@ -213,7 +213,7 @@ def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
         assert (module.weight[257] - module.weight[258]).abs().max() > 1e-3  # they began equal
 
 
-def test_text_and_an_adapter_as_the_base_of_another(start, tmp_path, monkeypatch):
+def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(make_text(2000, 0))
     given = [f"--input={tmp_path / 'text.txt'}", f"--data_dir={tmp_path / 'data'}"]
     changes = {"total_batch_size": 128, "micro_batch_size": 1, "max_steps": 4, "save_every": 2}

@@ -37,7 +37,7 @@ def tokens():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mask", [None, "dense", "blocks"])
-def test_forward_and_loss_on_another_device(architecture, mask, monkeypatch):
+def test_forward_and_loss_stay_on_their_device(architecture, mask, monkeypatch):
     monkeypatch.setattr("gpt2_accel.kernels.attention.compiled_attention", lambda: without)
     model = build(architecture)
     model.separator = None if mask is None else 7
@@ -61,7 +61,7 @@ def without(q, k, v, block_mask, enable_gqa):
 @pytest.mark.parametrize("soft_cap", [None, 15.0])
 @pytest.mark.parametrize("rows", [1334, 4000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunked_loss_on_another_device(rows, dtype, soft_cap):
+def test_the_chunked_loss_stays_on_its_device(rows, dtype, soft_cap):
     x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
     weight = torch.zeros(50304, 32, device=OTHER)
     targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
@@ -74,9 +74,9 @@ def test_chunked_loss_on_another_device(rows, dtype, soft_cap):
     assert grad_w.shape == weight.shape
 
 
-def test_scores_on_another_device():
+def test_scores_stay_on_their_device():
     model = build("gpt2").eval()
     rows = [Row([1, 2, 3, 4], 3), Row([1, 2, 3, 5, 6], 3), Row([1, 2, 3], 1)]
-    for batch in (rows, rows[1:2]):  # with padding, and without
+    for batch in (rows, rows[1:2]):  # only the first is padded
         for greedy in (False, True):
             assert token_scores(model, batch, greedy).device == OTHER

@@ -10,7 +10,7 @@ from gpt2_accel import save_pretrained
 from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.models.parts import document_positions
 
-LENGTHS = ((5, 30, 1, 12), (48,), (20, 20, 8))  # of the texts in each row
+LENGTHS = ((5, 30, 1, 12), (48,), (20, 20, 8))  # tokens per text, for each row
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -98,7 +98,7 @@ def test_scores_are_those_of_the_logits_of_transformers(kind):
 
 
 @torch.no_grad()
-def test_a_nanochat_without_a_soft_cap(tmp_path):
+def test_a_nanochat_without_a_soft_cap_equals_transformers(tmp_path):
     reference, model = pair(tiny(NanochatConfig, soft_cap=None))
     input_ids = torch.randint(100, (2, 48))
     torch.testing.assert_close(model(input_ids), reference(input_ids).logits, rtol=0, atol=1e-3)
@@ -149,7 +149,7 @@ class Settings:
     ],
     ids=["llama", "qwen3", "nanochat"],
 )
-def test_shapes_from_depth_and_from_single_settings(kind, of_two_heads, of_depth_12, tied):
+def test_shapes_follow_from_depth_and_from_single_settings(kind, of_two_heads, of_depth_12, tied):
     settings = Settings()
     shape = kind.from_settings(settings, 100)
     assert (shape.head_dim, shape.tied) == (64, tied)

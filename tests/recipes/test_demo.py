@@ -144,7 +144,7 @@ def test_the_text_page_continues_a_prompt(chat_base):
     assert all(text.startswith("the ") for text in texts)
 
 
-def test_a_conversation_on_a_phone(browser, chat_server):
+def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(browser, chat_server):
     """The page shows HTML as text, is not wider than the phone, and asks no other host."""
     page = browser.new_page()
     errors = []

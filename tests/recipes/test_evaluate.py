@@ -195,7 +195,7 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
 def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
     """Another rank, which would find a newer one, evaluates the one that it is told."""
     run(tiny("run", max_steps=4, save_every=2))
-    (tmp_path / "run/config.json").unlink()  # as while it trains
+    (tmp_path / "run/config.json").unlink()  # a running training has no model there
 
     def told(function):
         newest_here = function()

@@ -36,7 +36,7 @@ def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, t
     output = capsys.readouterr().out
     first = metrics(folder)
     assert first[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
-    assert decay_of(folder) == 1.6  # of little text that is read often
+    assert decay_of(folder) == 1.6  # the value for a small text that is read often
     sample, load = [line.strip() for line in output.splitlines() if line.startswith("  ")][-2:]
     words = started_by(shlex.split(sample)[1:], tmp_path)
     assert "def " in python(*words[1:], cwd=tmp_path).stdout

@@ -58,7 +58,7 @@ def test_the_launcher_passes_every_configs_settings_to_the_processes(path):
         assert environment.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
 
 
-def test_the_headline_command(data_dir, tmp_path):
+def test_the_headline_command_trains(data_dir, tmp_path):
     # Compilation takes most of the time: one layer, and no evaluation.
     shorter = ("--n_layer", 1, "--eval_every", 0)
     done = launch(

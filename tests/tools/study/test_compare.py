@@ -32,7 +32,7 @@ def test_the_interval_is_that_of_scipy():
     assert interval([2.0]) == (2.0, math.inf)
 
 
-def test_verdicts():
+def test_judge_gives_a_verdict_or_the_number_of_seeds():
     assert judge([-0.2, -0.21, -0.19]) == "better"
     assert judge([0.2, 0.21, 0.19]) == "worse"
     assert judge([0.0, 0.0]) == "equal"

@@ -165,7 +165,7 @@ def test_a_damaged_row_of_the_table_is_refused(damaged, tmp_path):
         read_table(table)
 
 
-def test_one_slot_for_each_visible_gpu_or_core(monkeypatch):
+def test_each_visible_gpu_or_core_is_a_slot(monkeypatch):
     monkeypatch.setattr(runs, "accelerator_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a, 5,MIG-7")
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -249,7 +249,7 @@ def test_a_recipe_that_changes_ends_the_study(data_dir, tmp_path):
 
 
 @long
-def test_tuning_several_budgets_and_unequal_tokens(data_dir, tmp_path):
+def test_tuning_allows_several_budgets_and_unequal_tokens(data_dir, tmp_path):
     parts = {
         "variants": {
             "adamw": {"optimizer": "adamw"},

@@ -72,7 +72,7 @@ def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right
     assert np.mean(refusals) <= 0.05 + slack
 
 
-def test_the_rules_of_settings():
+def test_settings_follow_the_scaling_rules():
     assert batch_for(2e6, 128) == 2048
     assert batch_for(10, 128) == 128
     base = settings_for(64, 2e6, 2048, LEARNING_RATE)
@@ -154,7 +154,7 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, data_di
     best = grid.best(law, 1e14)
     assert f"{best.shape.parameter_count:,} parameters" in estimate_run(config)
     expected = best.config.settings()
-    for name in ("eval_every", "output_dir", "resume_from"):  # of a study
+    for name in ("eval_every", "output_dir", "resume_from"):  # a study sets them
         expected[name] = config.settings()[name]
     assert config.settings() == expected
 
