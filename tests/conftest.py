@@ -39,7 +39,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.files import read_json_lines
+from gpt2_accel.runtime.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
@@ -215,6 +215,11 @@ def refused(words: str) -> Iterator[None]:
     with pytest.raises((ValueError, OSError), match=words) as error:
         yield
     assert "\n" not in str(error.value)
+
+
+def weights_digest(folder) -> str:
+    """Returns the SHA-256 of a model directory's weights."""
+    return digest(Path(folder) / "model.safetensors")
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

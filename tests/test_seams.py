@@ -17,6 +17,7 @@ from conftest import (
     refused,
     reset_accelerate,
     tiny_config,
+    weights_digest,
     write_lines,
 )
 from launching import launch
@@ -87,8 +88,7 @@ def test_an_optimizer_resumes_with_all_of_its_state(tiny, tmp_path):
     assert values["state"]["wte.weight"]["seen"] == [1, 2, 3, 4]
     resumed = go(tiny("other", resume_from=str(checkpoint)), optimizer=counted)
     assert losses(resumed) == losses(uninterrupted)[4:]
-    final = [load_file(tmp_path / f"{name}/model.safetensors") for name in ("whole", "other")]
-    assert all(torch.equal(final[0][name], final[1][name]) for name in final[0])
+    assert weights_digest(tmp_path / "other") == weights_digest(tmp_path / "whole")
     state = load_file(tmp_path / "other/checkpoint-8/training_state/optimizer.safetensors")
     assert state["wte.weight/number"].tolist() == [2**24 + 8]
     assert state["wte.weight/half"].dtype == torch.bfloat16

@@ -7,7 +7,16 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from conftest import assert_status, contents, losses, make_text, read_json, refused, run
+from conftest import (
+    assert_status,
+    contents,
+    losses,
+    make_text,
+    read_json,
+    refused,
+    run,
+    weights_digest,
+)
 
 from gpt2_accel.checkpoint.find import (
     find_corruption,
@@ -17,7 +26,6 @@ from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.files import digest
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
@@ -134,7 +142,7 @@ def test_a_run_killed_before_its_final_model_is_complete_goes_on(
     place, replaced, tiny, tmp_path, monkeypatch
 ):
     run(tiny(max_steps=4, save_every=4))
-    old = digest(tmp_path / "model.safetensors")
+    old = weights_digest(tmp_path)
     manifest = tmp_path / "model.manifest.json"
 
     def killed(*_):
@@ -144,11 +152,11 @@ def test_a_run_killed_before_its_final_model_is_complete_goes_on(
     longer = tiny(max_steps=8, save_every=4, resume_from="latest")
     with pytest.raises(KeyboardInterrupt):
         run(longer)
-    assert (digest(tmp_path / "model.safetensors") != old) == (not manifest.exists()) == replaced
+    assert (weights_digest(tmp_path) != old) == (not manifest.exists()) == replaced
     monkeypatch.undo()
     run(longer)
-    newest = digest(tmp_path / "checkpoint-8/model.safetensors")
-    assert digest(tmp_path / "model.safetensors") == newest != old
+    newest = weights_digest(tmp_path / "checkpoint-8")
+    assert weights_digest(tmp_path) == newest != old
     assert newest in manifest.read_text()
 
 
@@ -173,5 +181,5 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     assert signals.exit_code == 0
     run(tiny(max_steps=2, **settings))
     assert_status(tmp_path, state="finished", step=step, requeue=False)
-    newest = digest(tmp_path / f"checkpoint-{step}/model.safetensors")
-    assert digest(tmp_path / "model.safetensors") == newest
+    newest = weights_digest(tmp_path / f"checkpoint-{step}")
+    assert weights_digest(tmp_path) == newest

@@ -8,8 +8,6 @@ from pathlib import Path
 from conftest import as_flags, metrics
 from launching import ROOT, Started
 
-from gpt2_accel.runtime.files import digest
-
 SCRIPT = str(ROOT / "tests/train_script.py")
 KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
 
@@ -29,10 +27,6 @@ def finish(config, *launcher_flags, **how) -> None:
 
 def last_step(folder) -> int:
     return max((entry["step"] for entry in metrics(folder)), default=0)
-
-
-def weights(folder) -> str:
-    return digest(Path(folder) / "model.safetensors")
 
 
 def killed_before_each(start, step, ends=0) -> Iterator[int]:

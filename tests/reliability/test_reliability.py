@@ -21,6 +21,7 @@ from conftest import (
     run,
     status,
     tiny_config,
+    weights_digest,
     write_lines,
 )
 from families import save_family
@@ -31,7 +32,6 @@ from interrupted import (
     killed_before_each,
     last_step,
     start,
-    weights,
 )
 from launching import ROOT, python
 
@@ -64,7 +64,7 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     finish(config)
     config = tiny("whole", **settings)
     finish(config)
-    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+    assert weights_digest(tmp_path / "killed") == weights_digest(tmp_path / "whole")
     resumed, uninterrupted = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
     assert losses(resumed) == losses(uninterrupted)
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in uninterrupted]
@@ -100,7 +100,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
         intact = [path for path in list_checkpoints(folder) if find_corruption(path) is None]
         assert intact, "a checkpoint was lost"
         trained(0, folder)
-        assert weights(folder) == weights(tmp_path / "whole"), number
+        assert weights_digest(folder) == weights_digest(tmp_path / "whole"), number
         assert not lora or adapter(folder) == adapter(tmp_path / "whole")
         assert left(folder) == left(tmp_path / "whole")
     assert number > 1
@@ -158,7 +158,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
     assert last_step(disk / "run") == 8  # training continued after the failed write
     (disk / "filler").unlink()
     assert losses(run(config)) == losses(uninterrupted)
-    assert weights(disk / "run") == weights(tmp_path / "whole")
+    assert weights_digest(disk / "run") == weights_digest(tmp_path / "whole")
 
 
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
             failed += 1
             left = left + 4096 if left else 128 << 10
     assert failed > 5
-    assert weights(disk / "run") == weights(disk / "run/checkpoint-8")
+    assert weights_digest(disk / "run") == weights_digest(disk / "run/checkpoint-8")
 
 
 def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsys, times):
@@ -265,7 +265,7 @@ def test_non_finite_updates_never_change_the_weights(tiny, tmp_path, monkeypatch
     # A resume continues from before the bad updates.
     newest = find_checkpoint("latest", tmp_path / "many")
     assert newest.name == "checkpoint-7"
-    assert weights(newest) == weights(tmp_path / "before")
+    assert weights_digest(newest) == weights_digest(tmp_path / "before")
     resumed = run(config)
     assert losses(resumed)[:7] == losses(before)
     assert len(resumed) == 12
