@@ -100,6 +100,16 @@ def chat_rows(number: int, seed: int = 0) -> list[dict]:
     return rows
 
 
+def pair_rows(number: int) -> list[dict]:
+    """Returns pairs with different prompts, whose answers have different lengths."""
+    rows = []
+    for i, row in enumerate(chat_rows(number)):
+        question, answer = row["messages"]
+        worse = make_text(1 + i % 5, i).strip()
+        rows.append({"prompt": question["content"], "chosen": answer["content"], "rejected": worse})
+    return rows
+
+
 @pytest.fixture(scope="session")
 def chat_base(tmp_path_factory):
     """The directory of an untrained model of bytes, 128 positions. Tests must not change it."""

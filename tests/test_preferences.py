@@ -1,6 +1,7 @@
 """Preference training: the numbers of TRL, the reference model, resuming, refusals."""
 
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +15,8 @@ from conftest import (
     contents,
     long,
     losses,
-    make_text,
     metrics,
+    pair_rows,
     refused,
     run_recipe,
     weights_digest,
@@ -36,15 +37,6 @@ from gpt2_accel.tokenizer import load_tokenizer
 RECIPE = "recipes/chat_dpo.py"
 SHAPES = [(1, 1), (1, 4), (2, 2)]  # processes, pairs per backward pass
 BETA = 0.5
-
-
-def pair_rows(number):
-    """Returns pairs whose answers have different lengths."""
-    rows = []
-    for i, (asked, answer) in enumerate(row["messages"] for row in chat_rows(number)):
-        worse = make_text(1 + i % 5, i).strip()
-        rows.append({"prompt": asked["content"], "chosen": answer["content"], "rejected": worse})
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -172,16 +164,13 @@ def in_order(pairs, rows):
         sequence_length=TokenStream(pairs, "train").sequence_length,
     )  # fmt: skip
     tokenizer = load_tokenizer(pairs / "tokenizer")
-    by_text = {}
-    for row in rows:
-        by_text[row["prompt"], row["chosen"]] = row
+    by_prompt = {row["prompt"]: row for row in rows}
     ordered = []
     for step in range(20):
         for batch in loader.update(4 * step, 4):
-            for ids in batch.input_ids:
-                _, asked, answer, *_ = tokenizer.decode(ids).split("<|im_start|>")
-                texts = (text.split("\n", 1)[1].split("<|im_end|>")[0] for text in (asked, answer))
-                ordered.append(by_text[tuple(texts)])
+            for text in tokenizer.batch_decode(batch.input_ids):
+                prompt = re.search(r"user\n(.*?)<\|im_end\|>", text)[1]
+                ordered.append(by_prompt[prompt])
     return ordered
 
 

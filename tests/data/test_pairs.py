@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import chat_rows, make_text, read_json, refused, run_recipe, write_lines
+from conftest import pair_rows, read_json, refused, run_recipe, write_lines
 
 from gpt2_accel.data import messages
 from gpt2_accel.data.conversations import TOO_LONG, prepare_conversations
@@ -50,15 +50,6 @@ def prepared(chat_base, folder, rows, **options):
     )
 
 
-def short_pairs(number):
-    """Returns rows whose answers have different lengths."""
-    rows = []
-    for i, (asked, answer) in enumerate(row["messages"] for row in chat_rows(number)):
-        worse = make_text(1 + i % 3, i).strip()
-        rows.append(pair(asked["content"], answer["content"], worse))
-    return rows
-
-
 def turns_of(tokenizer, tokens):
     """Returns the question and the answer of half a window; the answer and its end count."""
     ids = tokens & int(TOKEN_ID)
@@ -70,18 +61,19 @@ def turns_of(tokenizer, tokens):
 
 
 def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
-    rows = short_pairs(30)
-    rows += [pair(chosen="a" * 60), pair(rejected="a" * 60), pair(chosen=" No.", rejected="No. ")]
-    rows += [pair(chosen="<|im_end|>"), pair(rejected="<|im_end|>")]
-    manifest = prepared(chat_base, tmp_path, rows)
-    tokenizer = chat_tokenizer(chat_base)
-    seen = []
+    rows = pair_rows(30)
+    too_long = [pair(chosen="a" * 60), pair(rejected="a" * 60)]
+    equal = [pair(chosen=" No.", rejected="No. ")]
+    special_token = [pair(chosen="<|im_end|>"), pair(rejected="<|im_end|>")]
+    manifest = prepared(chat_base, tmp_path, rows + too_long + equal + special_token)
     counts = {reason: count for reason, (count, _) in manifest["left_out"].items()}
     assert counts.pop(TOO_LONG) == 2
     assert counts.pop(EQUAL) == 1
     [(reason, count)] = counts.items()
     assert "special token" in reason
     assert count == 2
+    tokenizer = chat_tokenizer(chat_base)
+    seen = []
     for split in ("train", "val"):
         stream = TokenStream(tmp_path / "pairs", split)
         assert stream.sequence_length == 128
@@ -90,7 +82,7 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
             (asked, answer), (again, worse) = (turns_of(tokenizer, half) for half in tokens)
             assert asked == again
             seen.append((asked, answer, worse))
-    assert sorted(seen) == sorted(tuple(row.values()) for row in rows[:30])
+    assert sorted(seen) == sorted(tuple(row.values()) for row in rows)
 
 
 def test_pairs_of_one_prompt_share_a_split(chat_base, tmp_path):
@@ -106,7 +98,7 @@ def test_pairs_of_one_prompt_share_a_split(chat_base, tmp_path):
 
 
 def test_the_command_prepares_pairs(chat_base, tmp_path):
-    file = write_lines(tmp_path / "pairs.jsonl", short_pairs(30))
+    file = write_lines(tmp_path / "pairs.jsonl", pair_rows(30))
     flags = ["chat", file, "--model", chat_base, "--sequence_length", 64, "--pairs"]
     run_recipe("prepare_data", *flags, "--data_dir", tmp_path / "data")
     assert read_json(tmp_path / "data/manifest.json")["pairs"] is True

@@ -1,6 +1,7 @@
 """Chunked cross-entropy: values and gradients equal the plain loss."""
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,17 +15,36 @@ from gpt2_accel.models.parts import head_loss
 N, C, V, VOCAB = 37, 16, 256, 250
 CAP = 15.0  # nanochat's; logits of 12 are changed much
 Z_LOSS = 0.02  # makes gradients up to 2.5 times as large
-# kernels, reduction, z_loss, soft_cap
-LOSSES = [
-    (True, "mean", 0.0, None),
-    (True, "none", 0.0, None),
-    (True, "mean", Z_LOSS, None),
-    (False, "mean", Z_LOSS, None),
-    (True, "mean", 0.0, CAP),
-    (True, "none", 0.0, CAP),
-    (True, "mean", Z_LOSS, CAP),
-    (False, "none", 0.0, CAP),
-    (False, "mean", Z_LOSS, CAP),
+
+
+class Case(NamedTuple):
+    kernels: bool
+    reduction: str
+    z_loss: float = 0.0
+    soft_cap: float | None = None
+
+
+class Result(NamedTuple):
+    """The mean loss, the mean of log-sum-exp², and the gradients of `x` and of the weight."""
+
+    loss: torch.Tensor
+    z: torch.Tensor
+    grad_x: torch.Tensor
+    grad_weight: torch.Tensor
+
+
+CHUNKED = [
+    Case(True, "mean"),
+    Case(True, "none"),
+    Case(True, "mean", Z_LOSS),
+    Case(True, "mean", 0.0, CAP),
+    Case(True, "none", 0.0, CAP),
+    Case(True, "mean", Z_LOSS, CAP),
+]
+PLAIN = [
+    Case(False, "mean", Z_LOSS),
+    Case(False, "none", 0.0, CAP),
+    Case(False, "mean", Z_LOSS, CAP),
 ]
 
 
@@ -34,6 +54,7 @@ def small_chunks(monkeypatch):
 
 
 def problem(spread=1.0):
+    """Returns x (N, C), a weight with rows of padding (V, C), and targets (N,), some ignored."""
     x = torch.randn(N, C)
     weight = torch.randn(V, C) * spread
     targets = torch.randint(VOCAB, (N,))
@@ -41,31 +62,35 @@ def problem(spread=1.0):
     return x, weight, targets
 
 
-def reference(x, weight, targets, z_loss=0.0, soft_cap=None):
-    """Returns loss, z and gradients in fp64, from all logits at once."""
-    x, weight = (part.double().requires_grad_() for part in (x, weight))
+def reference(x, weight, targets, case):
+    """Computes the result in fp64, from all logits at once."""
+    x = x.double().requires_grad_()
+    weight = weight.double().requires_grad_()
     logits = x @ weight[:VOCAB].T
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
+    if case.soft_cap is not None:
+        logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
     z = logits[targets != -100].logsumexp(dim=1).square().mean()
-    loss = F.cross_entropy(logits, targets) + z_loss * z
-    return loss.detach(), z.detach(), *torch.autograd.grad(loss, (x, weight))
+    loss = F.cross_entropy(logits, targets) + case.z_loss * z
+    return Result(loss, z, *torch.autograd.grad(loss, (x, weight)))
 
 
-def scalars(x, weight, targets, reduction="mean", z_loss=0.0, soft_cap=None):
+def scalars(x, weight, targets, case):
     """Returns the mean loss and z, which is 0 without `z_loss`."""
+    _, reduction, z_loss, soft_cap = case
     loss = head_loss(x[None], weight, targets[None], VOCAB, reduction, z_loss, soft_cap)
     if reduction == "none":
         loss = loss.sum() / (targets != -100).sum()
     return loss if z_loss else (loss, torch.zeros(()))
 
 
-def ours(x, weight, targets, loss, dtype=None):
-    x, weight = (part.clone().requires_grad_() for part in (x, weight))
-    enabled, *settings = loss
-    with torch.autocast("cpu", dtype, enabled=dtype is not None), kernel_choices(enabled=enabled):
-        loss, z = scalars(x, weight, targets, *settings)
-    return loss.detach(), z, *torch.autograd.grad(loss, (x, weight))
+def ours(x, weight, targets, case, dtype=None):
+    """Computes the result by `head_loss`, with autocast to `dtype`."""
+    x = x.clone().requires_grad_()
+    weight = weight.clone().requires_grad_()
+    autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
+    with autocast, kernel_choices(enabled=case.kernels):
+        loss, z = scalars(x, weight, targets, case)
+    return Result(loss, z, *torch.autograd.grad(loss, (x, weight)))
 
 
 def distance(actual, expected):
@@ -73,27 +98,31 @@ def distance(actual, expected):
 
 
 # The tolerance is several rounding errors. A large spread gives probabilities near 0 and 1.
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("case", CHUNKED + PLAIN)
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 @pytest.mark.parametrize(
     "dtype, tolerance",
     [(torch.float64, 1e-12), (None, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
 )
-def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, loss):
+def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, case):
     x, weight, targets = problem(spread)
     if dtype == torch.float64:
-        actual = ours(x.double(), weight.double(), targets, loss)
+        actual = ours(x.double(), weight.double(), targets, case)
     else:
+        # The reference gets the rounded inputs of the matrix products.
         rounded = dtype or torch.float32
         x = x.to(rounded).float()
-        weight = weight.to(rounded).float()  # the inputs of the products
-        actual = ours(x, weight, targets, loss, dtype)
-    expected = reference(x, weight, targets, *loss[2:])
-    assert [part.dtype for part in actual[2:]] == [actual[0].dtype] * 2
-    assert not actual[1].requires_grad
-    for place in (0, 1, 2, 3) if loss[2] else (0, 2, 3):
-        assert distance(actual[place], expected[place]) < tolerance
-    assert not actual[3][VOCAB:].any()
+        weight = weight.to(rounded).float()
+        actual = ours(x, weight, targets, case, dtype)
+    expected = reference(x, weight, targets, case)
+    assert actual.grad_x.dtype == actual.grad_weight.dtype == actual.loss.dtype
+    assert distance(actual.loss, expected.loss) < tolerance
+    assert distance(actual.grad_x, expected.grad_x) < tolerance
+    assert distance(actual.grad_weight, expected.grad_weight) < tolerance
+    assert not actual.grad_weight[VOCAB:].any()
+    assert not actual.z.requires_grad
+    if case.z_loss:
+        assert distance(actual.z, expected.z) < tolerance
 
 
 def test_small_probabilities_do_not_underflow_in_fp16():
@@ -131,18 +160,19 @@ def test_losses_without_gradients_equal_cross_entropy():
     torch.testing.assert_close(z, logits[targets != -100].logsumexp(dim=1).square().mean())
 
 
-@pytest.mark.parametrize("loss", LOSSES[:3] + LOSSES[4:6])
-def test_peak_memory_is_far_below_all_logits(loss, monkeypatch):
+@pytest.mark.parametrize("case", CHUNKED[:5])
+def test_peak_memory_is_far_below_all_logits(case, monkeypatch):
     N, V = 512, 2048
     monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 32 * V)
     x = torch.randn(N, C)
     weight = torch.randn(V, C)
     targets = torch.randint(VOCAB, (N,))
     with profile(profile_memory=True) as profiled:
-        ours(x, weight, targets, loss)
+        ours(x, weight, targets, case)
     events = profiled.profiler.kineto_results.events()
     peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    assert peak < N * V * 4 / (3 if loss[3] is None else 2)
+    all_logits = N * V * 4  # bytes
+    assert peak < all_logits / (3 if case.soft_cap is None else 2)
 
 
 def test_compiled_loss_is_equal():
@@ -150,18 +180,19 @@ def test_compiled_loss_is_equal():
     inputs = [part.requires_grad_() for part in inputs]
 
     def total(x, weight):
-        return sum(scalars(x, weight, targets, *loss[1:])[0] for loss in LOSSES[:7])
+        return sum(scalars(x, weight, targets, case)[0] for case in CHUNKED)
 
-    compiled = torch.compile(total, backend="inductor", fullgraph=True)
-    one, other = (call(*inputs) for call in (compiled, total))
-    torch.testing.assert_close(one, other)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, inputs) for loss in (one, other)))
+    compiled = torch.compile(total, backend="inductor", fullgraph=True)(*inputs)
+    eager = total(*inputs)
+    torch.testing.assert_close(compiled, eager)
+    gradients = torch.autograd.grad(compiled, inputs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(eager, inputs))
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES[2:] if loss[1] == "mean"])
-def test_without_targets_the_loss_is_nan_and_gradients_are_zero(loss):
+@pytest.mark.parametrize("case", [case for case in CHUNKED + PLAIN if case.reduction == "mean"])
+def test_without_targets_the_loss_is_nan_and_gradients_are_zero(case):
     x, weight, targets = problem()
-    actual = ours(x, weight, torch.full_like(targets, -100), loss)
-    assert actual[0].isnan()
-    assert not actual[2].any()
-    assert not actual[3].any()
+    actual = ours(x, weight, torch.full_like(targets, -100), case)
+    assert actual.loss.isnan()
+    assert not actual.grad_x.any()
+    assert not actual.grad_weight.any()

@@ -126,41 +126,37 @@ def sharded(monkeypatch):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of each kind since the last `begin`.
+    """Counts the collectives of each kind.
 
     torch's `CommDebugMode` fails for a module that a forward calls twice, as nanochat's norm.
     """
 
     def __init__(self):
         super().__init__()
-        self.counts = []
-
-    def begin(self):
-        self.counts.append(Counter())
+        self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.counts[-1][func.overloadpacket.__name__.strip("_")] += 1
+            self.counts[func.overloadpacket.__name__.strip("_")] += 1
         return func(*args, **(kwargs or {}))
 
 
 def collectives(accelerator, model, micro_batches):
-    """Makes the micro-batches of one update; returns the collectives of each, by kind."""
+    """Makes the micro-batches of one update; returns the number of its collectives by kind."""
     ids = torch.zeros(2, SHAPE["n_positions"], dtype=torch.int64)
     batches = [Batch(ids, ids, divisor=micro_batches)] * micro_batches
     loader = SimpleNamespace(
         micro_batches=lambda sequences: micro_batches, update=lambda first, sequences: batches
     )
+    run = SimpleNamespace(
+        model=model,
+        accelerator=accelerator,
+        objective=next_token_loss,
+        interrupted=lambda: False,
+        figure_names=lambda others: [],
+        loader=loader,
+    )
     with Collectives() as mode:
-        mode.begin()
-        run = SimpleNamespace(
-            model=model,
-            accelerator=accelerator,
-            objective=next_token_loss,
-            interrupted=mode.begin,  # which is called between micro-batches
-            figure_names=lambda others: [],
-            loader=loader,
-        )
         accumulate_gradients(run, 0, 2 * micro_batches)
     return mode.counts
 
@@ -174,9 +170,9 @@ def test_only_the_last_micro_batch_reduces_gradients(sharded, config, others):
     """
     accelerator, model, optimizer = sharded(config)
     units = config.n_layer + others
-    gathers = {"allgather_base": units + config.n_layer}
-    last = gathers | {"reduce_scatter_base": units}
-    assert collectives(accelerator, model, 4) == [gathers, gathers, gathers, last]
-    optimizer.step()
-    optimizer.zero_grad()
-    assert collectives(accelerator, model, 2) == [gathers, last]
+    gathers = units + config.n_layer
+    for micro_batches in (4, 2):
+        expected = {"allgather_base": micro_batches * gathers, "reduce_scatter_base": units}
+        assert collectives(accelerator, model, micro_batches) == expected
+        optimizer.step()
+        optimizer.zero_grad()
