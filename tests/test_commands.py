@@ -78,19 +78,21 @@ def run_command(
     while ASSIGNMENT.match(words[0]):
         name, _, value = words.pop(0).partition("=")
         env[name] = value
-    environment = {**os.environ, **(at_import or {}), "ACCELERATE_USE_CPU": "true", **env}
+    environment = os.environ | (at_import or {}) | {"ACCELERATE_USE_CPU": "true"} | env
     if words[0] == "gpt2-accel":
         words = started_by(words[1:], cwd)
     if words[0] == "python":
         return forked(words[1:], [environment], cwd, at_import)
-    launcher = words[2 : next(i for i, word in enumerate(words) if word.endswith(".py"))]
-    config = next((word for word in launcher if word.endswith(".yaml")), None)
-    added = ["--main_process_port", free_port()]
+    # words: accelerate launch, options of the launcher, the script and its flags.
+    script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    options = words[2:script] + ["--main_process_port", free_port()]
+    config = next((word for word in options if word.endswith(".yaml")), None)
     if config and yaml.safe_load((cwd / config).read_text())["num_processes"] > 2:
-        added += ["--num_processes", "2"]
-    argv, environments = launched([*launcher, *added, *words[2 + len(launcher) :]], environment)
-    eager = [{**each, "ACCELERATE_DYNAMO_BACKEND": "NO"} for each in environments]
-    return forked(argv, eager, cwd, at_import)
+        options += ["--num_processes", "2"]
+    argv, environments = launched(options + words[script:], environment)
+    for each in environments:
+        each["ACCELERATE_DYNAMO_BACKEND"] = "NO"
+    return forked(argv, environments, cwd, at_import)
 
 
 def started_by(words: list[str], cwd: Path) -> list[str]:
@@ -101,10 +103,9 @@ def started_by(words: list[str], cwd: Path) -> list[str]:
         words = [str(cwd / word) if word.endswith(".yaml") else word for word in words]
         patch.chdir(cwd)
         run_program(words)
-    launcher = ["-P", "-m", "accelerate.commands.launch"]
-    return (
-        ["accelerate", "launch", *started[3:]] if started[:3] == launcher else ["python", *started]
-    )
+    if started[:3] == ["-P", "-m", "accelerate.commands.launch"]:
+        return ["accelerate", "launch"] + started[3:]
+    return ["python"] + started
 
 
 def prepare_folder(folder: Path) -> None:
@@ -173,9 +174,9 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
         monkeypatch.setattr(sys, "argv", [script, *args])
         assert recipe.parse_options()
         return
-    kinds = [
-        kind
-        for _, kind in inspect.getmembers(recipe, is_dataclass)
-        if inspect.isclass(kind) and kind.__module__ == recipe.__name__
-    ]
-    assert parse_config([*kinds, TrainConfig][0], args)
+    settings = TrainConfig
+    for _, member in inspect.getmembers(recipe, is_dataclass):
+        if inspect.isclass(member) and member.__module__ == recipe.__name__:
+            settings = member
+            break
+    assert parse_config(settings, args)

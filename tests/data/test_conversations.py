@@ -57,7 +57,7 @@ def test_rows_that_are_left_out(case):
 
 def answered(**changes):
     """Returns a row whose answer has the given fields."""
-    return {"messages": [ASKED[0], {**ASKED[1], **changes}]}
+    return {"messages": [ASKED[0], ASKED[1] | changes]}
 
 
 @pytest.mark.parametrize("weight", ["0", 0.5, -1, float("nan"), ""])
@@ -142,19 +142,19 @@ HELD_OUT = {2: ["When 0?"], 3: ["When 0?"], 30: ["How 13?"]}
 @pytest.mark.parametrize("count", HELD_OUT)
 def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, count, tmp_path):
     """Also conversations that differ in spaces that the template trims, or after the cut."""
-    rows = [*chat_rows(count - 1), answered(content="so " * 30)]
+    rows = chat_rows(count - 1) + [answered(content="so " * 30)]
     end = answered(content="so " * 30 + "end")
     spaced = json.loads(json.dumps(rows[:-1]))
     for row in spaced:
         for message in row["messages"]:
             message["content"] = f" {message['content']}\n"
-    prepared(chat_base, tmp_path, [*rows, *spaced, end, *rows], cut=True)
-    splits = [[tuple(ids) for ids, _ in stored(tmp_path / "chat", s)] for s in ("train", "val")]
-    assert sum(map(len, splits)) == 3 * count
-    train, val = map(set, splits)
-    assert len(train) + len(val) == len(train | val) == count
+    prepared(chat_base, tmp_path, rows + spaced + [end] + rows, cut=True)
+    train = [tuple(ids) for ids, _ in stored(tmp_path / "chat", "train")]
+    val = [tuple(ids) for ids, _ in stored(tmp_path / "chat", "val")]
+    assert len(train) + len(val) == 3 * count
+    assert len({*train}) + len({*val}) == len({*train, *val}) == count
     decode = load_data_tokenizer(tmp_path / "chat").decode
-    asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in val]
+    asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in {*val}]
     assert sorted(asked) == HELD_OUT[count]
 
 
@@ -171,13 +171,13 @@ TWO_BLOCKS = """\
 
 
 def random_row(rng):
-    """Returns a row of messages in any order, and which of them may count; the last answers."""
-    roles = [*rng.choices(("system", "user", "assistant"), k=rng.randint(1, 7)), "assistant"]
-    weights = [*rng.choices((0, 1, None), k=len(roles) - 1), None]
-    messages = [
-        {"role": role, "content": f" {role} {rng.random()} é\n", "weight": weight}
-        for role, weight in zip(roles, weights, strict=True)
-    ]
+    """Returns a row, its messages in any order, and which of them may count; the last answers."""
+    roles = rng.choices(("system", "user", "assistant"), k=rng.randint(1, 7)) + ["assistant"]
+    weights = rng.choices((0, 1, None), k=len(roles) - 1) + [None]
+    messages = []
+    for role, weight in zip(roles, weights, strict=True):
+        content = f" {role} {rng.random()} é\n"
+        messages.append({"role": role, "content": content, "weight": weight})
     if rng.random() < 0.3:
         row = {"prompt": messages[:-1], "completion": messages[-1:]}
         return row, messages, [False] * (len(messages) - 1) + [True]
@@ -191,9 +191,8 @@ def test_an_answer_that_is_not_marked_is_left_out(chat_base, tmp_path):
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     rows = chat_rows(20)
     rows[3]["messages"][1]["content"] = " So."
-    [(reason, (number, place))] = prepared(chat_base, tmp_path, rows, tokenizer=tokenizer)[
-        "left_out"
-    ].items()
+    manifest = prepared(chat_base, tmp_path, rows, tokenizer=tokenizer)
+    [(reason, (number, place))] = manifest["left_out"].items()
     assert "not marked" in reason
     assert number == 1
     assert "line 4" in place
@@ -203,25 +202,24 @@ def test_an_answer_that_is_not_marked_is_left_out(chat_base, tmp_path):
 def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp_path):
     """Marked tokens count, but not those of a prompt or of messages with a weight of 0."""
     rng = random.Random(0)
-    rows = [random_row(rng) for _ in range(200)]
-    manifest = prepared(
-        chat_base, tmp_path, [row for row, *_ in rows], template, sequence_length=512
-    )
+    cases = [random_row(rng) for _ in range(200)]
+    rows = [row for row, _, _ in cases]
+    manifest = prepared(chat_base, tmp_path, rows, template, sequence_length=512)
     tokenizer = load_data_tokenizer(tmp_path / "chat")
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     expected = []
     refused = 0
-    for _, messages, may_count in rows:
+    for _, messages, may_count in cases:
         encoded = tokenizer.apply_chat_template(messages, **options)
         ids = encoded["input_ids"]
         counts = list(map(bool, encoded["assistant_masks"]))
         counts[0] = False  # nothing comes before it
-        ends = [
-            len(tokenizer.apply_chat_template(messages[:i])["input_ids"])
-            for i in range(1, len(messages) + 1)
-        ]
-        for start, end, counted in zip([0, *ends], ends, may_count, strict=False):
-            counts[start:end] = [counted and mark for mark in counts[start:end]]
+        start = 0
+        for number, counted in enumerate(may_count, 1):
+            end = len(tokenizer.apply_chat_template(messages[:number])["input_ids"])
+            if not counted:
+                counts[start:end] = [False] * (end - start)
+            start = end
         roles = [message["role"] for message in messages]
         silent = ("assistant", False) in zip(roles, may_count, strict=True)
         if template and silent and ("assistant", "assistant") in itertools.pairwise(roles):
@@ -242,8 +240,8 @@ def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     manifest = prepared(chat_base, tmp_path, [*chat_rows(20), long, late], cut=True)
     # No token of the late answer is left.
     assert {reason: n for reason, (n, _) in manifest["left_out"].items()} == {CUT: 1, NO_ANSWER: 1}
-    rows = [ids for s in ("train", "val") for ids, _ in stored(tmp_path / "chat", s)]
-    (ids,) = (ids for ids in rows if len(ids) == 64)
+    conversations = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
+    [ids] = [ids for ids, _ in conversations if len(ids) == 64]
     assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
 
 

@@ -35,13 +35,16 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     options = ("--invented", "60", "--repeats", "2")
     for name in ("a", "b"):
         run_recipe("python_conversations", "--output", str(tmp_path / name), *options)
-    first, second = ((tmp_path / name / "train.jsonl").read_bytes() for name in ("a", "b"))
-    assert first == second
-    rows = [json.loads(line)["messages"] for line in first.splitlines()]
-    questions = {messages[-2]["content"] for messages in rows}
-    lengths = {sum(message["role"] == "user" for message in messages) for messages in rows}
-    assert lengths == {*range(1, 11)}
-    held_out = [*map(json.loads, (tmp_path / "a/held_out.jsonl").open())]
+    train = (tmp_path / "a/train.jsonl").read_bytes()
+    assert train == (tmp_path / "b/train.jsonl").read_bytes()
+    questions = set()
+    turns = set()
+    for line in train.splitlines():
+        messages = json.loads(line)["messages"]
+        questions.add(messages[-2]["content"])
+        turns.add(sum(message["role"] == "user" for message in messages))
+    assert turns == set(range(1, 11))
+    held_out = [json.loads(line) for line in (tmp_path / "a/held_out.jsonl").open()]
     assert not {item["prompt"] for item in held_out} & questions
     groups = Counter(item["group"] for item in held_out)
     assert groups["invented"] == 150

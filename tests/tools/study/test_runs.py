@@ -97,13 +97,9 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
 def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
     """Its recorded loss is that of a run outside of the study. Its weights are not kept."""
     _, folder, _ = studied
-    settings = STUDY["settings"] | {
-        "learning_rate": 1e-2,
-        "seed": 1,
-        "max_steps": 12,
-        "warmup_steps": 1,
-    }
+    settings = STUDY["settings"].copy()
     del settings["warmup_share"]
+    settings |= {"learning_rate": 1e-2, "seed": 1, "max_steps": 12, "warmup_steps": 1}
     lines = run(tiny("run", **settings))
     [run_dir] = folder.glob("runs/full-seed1-*")
     [row] = [row for row in rows(folder) if row["id"] in run_dir.name]
@@ -187,9 +183,10 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
     shutil.copytree(model, moved)
     data = {"data_dir": str(data_dir)}
     tokens = read_manifest(data_dir)["splits"]["train"]["tokens"]
-    changes = [{**data, "max_steps": passes * tokens // 2048} for passes in (3, 5)]
-    changes += [{**data, "n_positions": 32, "init_from": str(folder)} for folder in (model, moved)]
-    changes.append({**changes[1], "weight_decay": 0.3})
+    changes = [data | {"max_steps": passes * tokens // 2048} for passes in (3, 5)]
+    for folder in (model, moved):
+        changes.append(data | {"n_positions": 32, "init_from": str(folder)})
+    changes.append(changes[1] | {"weight_decay": 0.3})
     trials = read_trials(ROOT / "recipes/quickstart.py", [("one", each) for each in changes])
     assert [trial.resolved["weight_decay"] for trial in trials] == [0.3, 1.6, 0.3, 0.3, 0.3]
     ids = [trial.id for trial in trials]
