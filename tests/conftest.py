@@ -174,8 +174,7 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
         "eval_every": 0,
         "sample_every": 0,
         "save_every": 0,
-        **changes,
-    }
+    } | changes
     return TrainConfig(**settings)
 
 

@@ -80,7 +80,7 @@ def launch_flags(
         if config == "cpu":
             flags = ["--multi_gpu"]
         flags += ["--num_processes", str(processes), "--main_process_port", free_port()]
-        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+        env = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | env
     return flags + [str(word) for word in (script, *args)], os.environ | env
 
 
@@ -146,7 +146,7 @@ class Forked:
             KEPT.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
         self.at_import = at_import
         files = {"cwd": str(cwd), "output": str(output), "errors": str(errors)}
-        self.pids = ask({"argv": argv, "envs": environments, **files}, at_import)
+        self.pids = ask({"argv": argv, "envs": environments} | files, at_import)
 
     def codes(self) -> list[int | None]:
         """Returns the exit code of each process, None while it runs."""

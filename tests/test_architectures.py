@@ -76,7 +76,7 @@ def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path
 
 
 def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp_path):
-    changes = {"max_steps": 4, "total_batch_size": 8 * 32, "architecture": architecture, **SIZES}
+    changes = {"max_steps": 4, "total_batch_size": 8 * 32, "architecture": architecture} | SIZES
     flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
     script = ("tests/fsdp_script.py", *as_flags(tiny("sharded", **changes)))
     launch(*flags, *script, processes=2, config="8xa100_fsdp2")

@@ -84,8 +84,7 @@ def settings(start, folder, **changes):
         "keep_best": False,
         "learning_rate": 1e-3,
         "beta": BETA,
-        **changes,
-    }
+    } | changes
     return [f"--{name}={value}" for name, value in values.items() if value is not None]
 
 
@@ -135,7 +134,7 @@ def by_trl(trl, start, rows, loss_type, folder):
     messages = []
     for row in rows:
         answers = {name: [turn("assistant", row[name])] for name in ("chosen", "rejected")}
-        messages.append({"prompt": [turn("user", row["prompt"])], **answers})
+        messages.append({"prompt": [turn("user", row["prompt"])]} | answers)
     trainer = Recording(
         model, reference, options, train_dataset=Dataset.from_list(messages),
         processing_class=tokenizer,
@@ -183,7 +182,7 @@ def test_twenty_updates_equal_trl(pairs, start, loss_type, tmp_path):
     assert min(figures["loss"] for figures in expected) < 0.65
     for processes, size in SHAPES:
         folder = tmp_path / f"{processes}-{size}"
-        changes = {"data_dir": pairs, "micro_batch_size": size, "loss_type": loss_type, **PARITY}
+        changes = {"data_dir": pairs, "micro_batch_size": size, "loss_type": loss_type} | PARITY
         flags = settings(start, folder, **changes)
         if processes == 1:
             run_recipe("chat_dpo", *flags)

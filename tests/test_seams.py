@@ -291,7 +291,7 @@ def test_an_update_does_not_depend_on_how_it_is_divided(how, chats, chat_model, 
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3
 
     batch_size = {"total_batch_size": 8 * 64, "micro_batch_size": 2, "sequence_length": 64}
-    changes = {"init_from": str(chat_model), "max_steps": 1, "max_grad_norm": 0, **batch_size}
+    changes = {"init_from": str(chat_model), "max_steps": 1, "max_grad_norm": 0} | batch_size
     config = tiny_config(chats, tmp_path, **changes)
     command = ("tests/seams_script.py", *as_flags(config))
     if how == "alone":

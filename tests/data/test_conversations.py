@@ -72,7 +72,7 @@ def prepared(chat_base, folder, rows=None, template=None, tokenizer=None, **opti
     file = folder / "rows.jsonl"
     if rows or not file.exists():  # an equal file of another time is another source
         write_lines(file, rows or chat_rows(40))
-    settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
+    settings = {"sequence_length": 64, "source": "made up", "model": str(chat_base)} | options
     tokenizer = tokenizer or chat_tokenizer(chat_base)
     tokenizer.chat_template = template or tokenizer.chat_template
     return prepare_conversations([str(file)], tokenizer, folder / "chat", **settings)
@@ -339,7 +339,7 @@ def test_the_targets_and_the_template_are_covered_by_checksums(chat_base, tmp_pa
 
 
 def loader(folder, **options):
-    settings = {"sequence_length": 64, "micro_batch_size": 2, "seed": 7, **options}
+    settings = {"sequence_length": 64, "micro_batch_size": 2, "seed": 7} | options
     return TrainLoader(open_split(folder, "train"), **settings)
 
 

@@ -33,8 +33,8 @@ def mixed(tmp_path_factory):
 
 
 def mixture_loader(data_dir, **changes):
-    settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1}
-    return TrainLoader(open_split(data_dir, "train"), **{**settings, **changes})
+    settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1} | changes
+    return TrainLoader(open_split(data_dir, "train"), **settings)
 
 
 @pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])

@@ -32,7 +32,7 @@ def test_pairs_that_are_left_out(case):
 
 def pair(prompt="Why?", chosen="So.", rejected="No.", **others):
     """Returns a row."""
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **others}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | others
 
 
 @pytest.mark.parametrize("row", [{"text": "x"}, {"prompt": "Why?", "chosen": "So."}, ["So."], None])
@@ -44,7 +44,7 @@ def test_a_row_that_is_not_a_pair_is_refused(row):
 def prepared(chat_base, folder, rows, **options):
     """Writes the shards of pairs; returns the manifest."""
     file = write_lines(folder / "pairs.jsonl", rows)
-    options = {"sequence_length": 64, "source": "made up", "model": str(chat_base), **options}
+    options = {"sequence_length": 64, "source": "made up", "model": str(chat_base)} | options
     return prepare_conversations(
         [str(file)], chat_tokenizer(chat_base), folder / "pairs", pairs=True, **options
     )

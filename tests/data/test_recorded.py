@@ -88,11 +88,11 @@ def test_a_folder_of_shards_opens_and_keeps_its_fingerprint(tmp_path):
     header = struct.pack("<8sIIQ32s8x", b"GPT2TOKS", 1, 2, 100, sha256.digest())
     (tmp_path / "train_000000.bin").write_bytes(header + tokens.tobytes())
     counts = {"tokens": 100, "documents": 3}
-    shard = {"file": "train_000000.bin", **counts, "sha256": sha256.hexdigest()}
+    shard = {"file": "train_000000.bin"} | counts | {"sha256": sha256.hexdigest()}
     tokenizer = {"name": "a", "vocab_size": 257, "fingerprint": "b", "end_of_text": 256}
     manifest = {"format": "gpt2_accel token shards", "version": 1, "tokenizer": tokenizer}
     manifest |= {"dtype": "uint16", "source": "made up"}
-    manifest["splits"] = {"train": {**counts, "bytes": 97, "shards": [shard]}}
+    manifest["splits"] = {"train": counts | {"bytes": 97, "shards": [shard]}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert tokens_of(tmp_path, "train").tolist() == list(range(100))
     assert data_fingerprint(tmp_path).startswith("47504a84257f4647")

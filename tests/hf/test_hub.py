@@ -109,7 +109,7 @@ def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
     assert succeed(script).startswith("Hi")
 
     # A resume from the Hub gives the losses of an uninterrupted run.
-    changes = {**settings, "max_steps": 12, "push_to_hub": None}
+    changes = settings | {"max_steps": 12, "push_to_hub": None}
     config = tiny("elsewhere", resume_from=REPO, **changes)
     succeed(SCRIPT, *as_flags(config))
     continued = metrics(tmp_path / "elsewhere")
@@ -140,7 +140,7 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
     prepare = "python recipes/prepare_data.py text my_texts/ --tokenizer bytes --workers 1"
     for folder in ("data/mine", "data/more"):  # data/more stands for OpenWebText
         command(prepare, f"--data_dir {folder}", start=run_command, cwd=tmp_path)
-    questions = Dataset.from_list([{**item, "label": "1"} for item in hellaswag_items(2)])
+    questions = Dataset.from_list([item | {"label": "1"} for item in hellaswag_items(2)])
     questions.to_parquet(tmp_path / "table.parquet")
     files = {FILE: (tmp_path / "table.parquet").read_bytes()}
     server.repos[HELLASWAG] = {"commits": [("a" * 40, files)]}

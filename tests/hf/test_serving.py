@@ -76,7 +76,7 @@ def greedy(directory, new_tokens):
 
 def streamed(url, **settings):
     """Sends the request and returns the pieces of text, as they came."""
-    body = {**request(), "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **settings}
+    body = request() | {"prompt": PROMPT, "max_tokens": 24, "temperature": 0} | settings
     assert body["stream"] is True
     headers = {"Content-Type": "application/json"}
     asked = Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)

@@ -22,7 +22,7 @@ print(rows(torch.linspace(-3, 3, 24 * 33).view(24, 33)).norm().item())
 def test_cached_code_for_another_instruction_set_is_not_used(tmp_path):
     def norm(**capability):
         env = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **capability}
+        env |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | capability
         command = [sys.executable, "-c", COMPILE]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

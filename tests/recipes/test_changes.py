@@ -40,8 +40,8 @@ def change(data_dir, tmp_path):
 
     def run(name, folder, arguments=lambda module: {}, **changes):
         reset_accelerate()
-        settings = {"eval_every": 4, "eval_tokens": 256, "save_every": 1, "keep_last": 9}
-        config = tiny_config(data_dir, tmp_path / folder, **(settings | changes))
+        changes |= {"eval_every": 4, "eval_tokens": 256, "save_every": 1, "keep_last": 9}
+        config = tiny_config(data_dir, tmp_path / folder, **changes)
         train(config, **arguments(load_recipe(f"changes/{name}")))
         return metrics(tmp_path / folder)
 

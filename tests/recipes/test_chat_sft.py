@@ -46,8 +46,7 @@ def settings(data, folder, **changes):
         "patience": 0,
         "sample_every": 0,
         "save_every": 2,
-        **changes,
-    }
+    } | changes
     return [f"--{name}={value}" for name, value in values.items()]
 
 

@@ -128,7 +128,7 @@ def test_the_model_reads_answered_messages():
     turns = [("user", "a"), ("user", "b"), ("assistant", "c"), ("user", "e"), ("assistant", "")]
     history = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     history.append({"role": "user", "content": escaped("g")["content"]})
-    history.append({"role": "assistant", **escaped(HTML)})
+    history.append({"role": "assistant"} | escaped(HTML))
     messages = conversation(history, "f", "Be kind.")
     assert [m["content"] for m in messages] == ["Be kind.", "b", "c", "g", HTML, "f"]
     assert conversation([], "f", None) == [{"role": "user", "content": "f"}]

@@ -41,12 +41,10 @@ def items(tmp_path_factory):
     folder = tmp_path_factory.mktemp("items")
     lines = hellaswag_items(30)
     for item in lines:  # texts that lm-eval does not change
-        item["ctx"] = f"Pets: x {item['ctx'].capitalize()}"
-        item |= {
-            "ctx_a": "x",
-            "ctx_b": item["ctx"].removeprefix("Pets: x "),
-            "label": str(item["label"]),
-        }
+        item["ctx_a"] = "x"
+        item["ctx_b"] = item["ctx"].capitalize()
+        item["ctx"] = f"Pets: x {item['ctx_b']}"
+        item["label"] = str(item["label"])
     write_lines(folder / "hellaswag.jsonl", lines)
     write_lines(folder / "wikitext.jsonl", [{"page": make_text(60, 1).strip()}])
     (folder / "text.txt").write_text(make_text(60, 1))

@@ -88,7 +88,7 @@ def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
     run(tiny(max_steps=4, save_every=4))
     assert Path(model_directory(tmp_path)) == tmp_path
     extended = {"max_steps": 60, "resume_from": "latest", "save_every": 6, "max_hours": 0.1 / 3600}
-    run(tiny(**{**extended, "max_steps": 10**5, "lr_schedule": "constant"}))
+    run(tiny(**(extended | {"max_steps": 10**5, "lr_schedule": "constant"})))
     step = status(tmp_path)["step"]
     assert step > 4
     assert Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
@@ -149,7 +149,7 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
     process = subprocess.Popen(
         ["nohup", sys.executable, SCRIPT, *as_flags(config)],
         cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -287,7 +287,7 @@ def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_
     [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e39, {})],
 )
 def test_a_diverged_model_is_not_saved_as_the_result(tiny, rate, changes, tmp_path):
-    settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0, **changes}
+    settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0} | changes
     with refused("val/loss is|holds NaN"):
         run(tiny("run", **settings))
     assert not (tmp_path / "run/model.safetensors").exists()

@@ -65,7 +65,8 @@ def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path
     config = tiny("whole", **settings)
     finish(config)
     assert weights_digest(tmp_path / "killed") == weights_digest(tmp_path / "whole")
-    resumed, uninterrupted = (metrics(tmp_path / folder) for folder in ("killed", "whole"))
+    resumed = metrics(tmp_path / "killed")
+    uninterrupted = metrics(tmp_path / "whole")
     assert losses(resumed) == losses(uninterrupted)
     assert [entry["step"] for entry in resumed] == [entry["step"] for entry in uninterrupted]
 
@@ -131,8 +132,8 @@ def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base,
         folder = tmp_path / f"killed-{number}"
         prepared(0, folder)
         assert left(folder) == left(tmp_path / "whole")
-        made, expected = (read_manifest(path / "d") for path in (folder, tmp_path / "whole"))
-        assert made["splits"] == expected["splits"]
+        expected = read_manifest(tmp_path / "whole/d")
+        assert read_manifest(folder / "d")["splits"] == expected["splits"]
         assert verify_data(folder / "d")
     assert number > 1
 
@@ -173,7 +174,8 @@ def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk,
 
     monkeypatch.setattr(lifecycle, "wait_for_checkpoint", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
-    failed, complete = 0, False
+    failed = 0
+    complete = False
     # The disk fills up in the weights, the config, the card, the tokenizer, the manifest.
     while not complete:
         try:
@@ -219,7 +221,7 @@ def test_a_resume_detects_and_skips_any_damaged_checkpoint(tiny, tmp_path, capsy
     assert find_corruption(newest) is None
     # Rotation keeps the new checkpoint, not the damaged one with the higher step.
     (newest / "model.safetensors").write_bytes(b"")
-    one = {**settings, "save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
+    one = settings | {"save_every": 2, "keep_last": 1, "max_steps": 6, "lr_schedule": "constant"}
     run(tiny("run", **one))
     assert find_corruption(tmp_path / "run/checkpoint-6") is None
     for path in list_checkpoints(tmp_path / "run"):

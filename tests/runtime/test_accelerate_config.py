@@ -35,7 +35,7 @@ FSDP2 = {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "no"
 
 def written(folder, **values):
     """Writes a config of FSDP2 with other values, each in its section; returns its path."""
-    config = {**FSDP2, "fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
+    config = FSDP2 | {"fsdp_config": {"fsdp_version": 2}, "parallelism_config": {}}
     for name, value in values.items():
         sections = {"fsdp": config["fsdp_config"], "parallelism": config["parallelism_config"]}
         sections.get(name.split("_")[0], config)[name] = value

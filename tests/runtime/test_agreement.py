@@ -15,7 +15,8 @@ def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, t
     script = "tests/train_script.py"
     disks = {"DISKS": str(tmp_path)}
     launch(script, *as_flags(config), processes=2, **disks)
-    config = tiny_config(data_dir, "run", **{**changes, "max_steps": 12})
+    changes["max_steps"] = 12
+    config = tiny_config(data_dir, "run", **changes)
     done = launch(script, *as_flags(config), processes=2, fails=True, **disks)
     assert "process 1 has the checkpoint None" in done.stderr
     assert "all nodes share" in done.stderr

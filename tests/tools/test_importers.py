@@ -38,7 +38,7 @@ def same(model, expected):
 @pytest.mark.parametrize(("vocab_size", "rows"), [(65, 65), (50257, 50304)])
 def test_a_checkpoint_of_nanogpt_is_read_and_converted(tmp_path, vocab_size, rows):
     theirs = random_model(vocab_size, bias=False, gelu="none")
-    args = {**ARGS, "bias": False, "vocab_size": rows, "dropout": 0.2}
+    args = ARGS | {"bias": False, "vocab_size": rows, "dropout": 0.2}
     file = tmp_path / "ckpt.pt"
     for prefix in ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."):
         state = as_theirs(theirs, rows, prefix)
@@ -74,7 +74,7 @@ def test_a_checkpoint_of_build_nanogpt_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_truncated_file_is_refused(zipped, tmp_path):
     file = tmp_path / "ckpt.pt"
-    content = {"model": as_theirs(random_model(65), 65), "model_args": {**ARGS, "vocab_size": 65}}
+    content = {"model": as_theirs(random_model(65), 65), "model_args": ARGS | {"vocab_size": 65}}
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
     for size in (file.stat().st_size - 2000, 3000, 3):
         os.truncate(file, size)

@@ -72,7 +72,7 @@ def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     older = {"hellaswag/acc": 0.2, "core/core": 0.125}
     newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01, "text/loss": None}
     for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
-        write_json(place / "evaluation.json", {"model": {**entry, "results": results}})
+        write_json(place / "evaluation.json", {"model": entry | {"results": results}})
     page = report_of([RunFolder(folder), RunFolder(runs / "second")])[0]
     assert "hellaswag/acc<" in page
     assert "0.2500 ± 0.0100" in page

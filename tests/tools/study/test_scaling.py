@@ -106,7 +106,8 @@ def grid_of(data_dir, budgets, loss, **options):
     base = Trial(ROOT / "recipes/quickstart.py", "base", changes, settings)
     queue = Formula(Path("runs/scaling_laws"), [""])
     queue.loss = loss
-    return Grid(base, queue, budgets, **{"max_epochs": 1e9, **options})
+    options = {"max_epochs": 1e9} | options
+    return Grid(base, queue, budgets, **options)
 
 
 def test_the_sizes_of_a_budget_have_equal_flops(data_dir):
