@@ -1,8 +1,6 @@
 """The pages of recipes/demo.py: over HTTP, and in a browser."""
 
 import http.client
-import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -84,22 +82,6 @@ def chat_server(chat_base, tmp_path_factory):
     assert "Traceback" not in printed, printed
 
 
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
-    with api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome")
-        path = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
-        if not os.path.exists(path):
-            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser.new_context(
-            viewport={"width": 390, "height": 844},
-            permissions=["clipboard-read", "clipboard-write"],
-        )
-        browser.close()
-
-
 def test_an_address_that_cannot_be_used_is_named():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
@@ -144,9 +126,12 @@ def test_the_text_page_continues_a_prompt(chat_base):
     assert all(text.startswith("the ") for text in texts)
 
 
-def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(browser, chat_server):
+def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(chromium, chat_server):
     """The page shows HTML as text, is not wider than the phone, and asks no other host."""
-    page = browser.new_page()
+    phone = chromium.new_context(
+        viewport={"width": 390, "height": 844}, permissions=["clipboard-read", "clipboard-write"]
+    )
+    page = phone.new_page()
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     allowed = (chat_server.url, "data:", "blob:")
@@ -174,4 +159,3 @@ def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(browser, ch
     assert page.evaluate("navigator.clipboard.readText()") == answer.inner_text()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert errors == []
-    page.close()

@@ -27,43 +27,41 @@ def runs(data_dir, tmp_path_factory):
     return folder
 
 
-def browser_path() -> str:
-    """Returns the path of a Chromium. Skips the test if there is none."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(name):
-            return path
-    pytest.skip("no Chromium on this machine")
-
-
-def test_the_report_of_two_runs_opens_in_a_browser_without_an_error(runs, tmp_path):
+@pytest.fixture(scope="module")
+def report_dir(runs, tmp_path_factory):
+    """The report of the two runs, with long values in their records."""
+    folder = tmp_path_factory.mktemp("report")
     for name in ("first", "second"):
-        run = read_json(shutil.copytree(runs / name, tmp_path / name) / "run.json")
-        run |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
-        write_json(tmp_path / name / "run.json", run)
-    run_recipe("report", tmp_path / "first", tmp_path / "second", "--output_dir", tmp_path / "out")
-    names = {path.stem for path in (tmp_path / "out").glob("*.png")}
+        record = read_json(shutil.copytree(runs / name, folder / name) / "run.json")
+        record |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
+        write_json(folder / name / "run.json", record)
+    run_recipe("report", folder / "first", folder / "second", "--output_dir", folder / "out")
+    return folder / "out"
+
+
+def test_the_report_has_a_picture_of_each_chart(report_dir):
+    names = {path.stem for path in report_dir.glob("*.png")}
     assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = browser_path()
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        for scheme, width in (("light", 1000), ("dark", 390)):
-            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
-            errors, requests = [], []
-            page.on("console", lambda message, e=errors: e.append(message))
-            page.on("pageerror", lambda error, e=errors: e.append(error))
-            page.on("request", lambda request, r=requests: r.append(request.url))
-            page.goto((tmp_path / "out/report.html").as_uri())
-            assert page.title() == "first, second"
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            assert page.locator("figure").count() == len(names)
-            assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
-            settings = page.locator("table").last.inner_text()
-            assert "learning_rate" in settings
-            assert "max_steps" not in settings  # equal in both
-            assert errors == []
-            assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
-        browser.close()
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1000), ("dark", 390)])
+def test_a_browser_opens_the_report_without_an_error(scheme, width, report_dir, chromium):
+    page = chromium.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+    errors = []
+    urls = []
+    page.on("console", errors.append)
+    page.on("pageerror", errors.append)
+    page.on("request", lambda request: urls.append(request.url))
+    page.goto((report_dir / "report.html").as_uri())
+    assert page.title() == "first, second"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("figure").count() == len(list(report_dir.glob("*.png")))
+    assert page.locator("pre", has_text="<b>").count() > 0  # a sample, not markup
+    settings = page.locator("table").last.inner_text()
+    assert "learning_rate" in settings
+    assert "max_steps" not in settings  # equal in both
+    assert errors == []
+    assert [url for url in urls if not url.startswith(("file:", "data:"))] == []
 
 
 def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
