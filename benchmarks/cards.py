@@ -22,19 +22,18 @@ NO_CARDS = (
 )
 
 
-def difference(found: dict, expected: dict, precision: str) -> str:
+def difference(actual: dict, expected: dict, precision: str) -> str:
     """Returns the first difference between updates that exceeds the tolerance of `precision`, as a
     sentence, or "". Both have `losses` in nats and `grad_norms`, one value per update."""
     for name, allowed in zip(("losses", "grad_norms"), TOLERANCES[precision], strict=True):
-        if len(found[name]) != len(expected[name]):
-            return f"{precision} has {len(found[name])} {name}, not {len(expected[name])}"
-        pairs = zip(found[name], expected[name], strict=True)
-        for update, (own, other) in enumerate(pairs, start=1):
+        if len(actual[name]) != len(expected[name]):
+            return f"{precision} has {len(actual[name])} {name}, not {len(expected[name])}"
+        pairs = zip(actual[name], expected[name], strict=True)
+        for update, (value, other) in enumerate(pairs, start=1):
             unit = 1 if name == "losses" else other
-            if not math.isfinite(own) or abs(own - other) > allowed * unit:
-                return (
-                    f"{precision} has {own:.4f} in place of {other:.4f} in {name}, update {update}"
-                )
+            if not math.isfinite(value) or abs(value - other) > allowed * unit:
+                where = f"in {name}, update {update}"
+                return f"{precision} has {value:.4f} in place of {other:.4f} {where}"
     return ""
 
 
@@ -52,8 +51,8 @@ def refusal(record: dict) -> str:
     for name, outcome in record["checks"].items():
         if outcome != "passed" and not outcome.startswith("skipped"):
             return f"the check {name} {outcome}"
-    for precision, found in record["updates"].items():
-        problem = difference(found, record["expected"], precision)
+    for precision, figures in record["updates"].items():
+        problem = difference(figures, record["expected"], precision)
         if problem:
             return problem
     return ""
@@ -66,8 +65,8 @@ def read_cards(folder: Path, files: Sequence[Path] = ()) -> tuple[list[dict], li
     """
     rows = []
     refused = []
-    own = folder / "cuda" / "card.json"
-    paths = [own] if own.exists() else []
+    own_record = folder / "cuda" / "card.json"
+    paths = [own_record] if own_record.exists() else []
     paths += sorted(folder.glob("contributed/*.json"))
     paths += files
     for path in paths:
@@ -81,7 +80,7 @@ def read_cards(folder: Path, files: Sequence[Path] = ()) -> tuple[list[dict], li
             continue
         machine = record["machine"]
         name = machine["device"]
-        if path != own:
+        if path != own_record:
             name += " (contributed)"
         remark = f"{record['title']}, torch {machine['torch']}, {machine['date']}"
         remark += f", {record['commit'][:9]}"

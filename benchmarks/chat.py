@@ -2,7 +2,7 @@
 
     python benchmarks/chat.py quickstart smollm2
 
-Each model has three pairs of contestants: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
+Each model has three comparisons: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
 `chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the
 same conversations or pairs. Updates have the same mean number of tokens that count in the loss.
 `SFTTrainer` is measured with packed windows and with padded batches of conversations.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from measure import compete, rows
+from measure import rows, run_in_turns
 from processes import Job
 from results import RESULTS, write_result
 
@@ -138,8 +138,8 @@ def counted(folder: Path, setup: Setup, pairs: bool) -> tuple[float, float]:
     return train["counted"] / windows, train["documents"] / windows
 
 
-def contests(folder: Path, setup: Setup) -> list[list[Job]]:
-    """Returns the contestants of fine-tuning, of LoRA and of preference training; the first of each
+def comparisons_of(folder: Path, setup: Setup) -> list[list[Job]]:
+    """Returns the programs of fine-tuning, of LoRA and of preference training; the first of each
     is this package's."""
     targets, conversations = counted(folder, setup, pairs=False)
     full = Job(
@@ -152,12 +152,12 @@ def contests(folder: Path, setup: Setup) -> list[list[Job]]:
         batch_size=setup.windows,
         targets=round(setup.windows * targets),
     )
-    found = []
+    comparisons = []
     for ours in (full, replace(full, name="chat_sft --lora 16", lora=16)):
         packed = replace(ours, name="SFTTrainer, packed", kind="trl_trainer", packed=True)
         batch_size = round(setup.windows * conversations)
         padded = replace(packed, name="SFTTrainer, padded", packed=False, batch_size=batch_size)
-        found.append([ours, packed, padded])
+        comparisons.append([ours, packed, padded])
     targets, _ = counted(folder, setup, pairs=True)
     ours = replace(
         full,
@@ -167,8 +167,8 @@ def contests(folder: Path, setup: Setup) -> list[list[Job]]:
         batch_size=setup.pairs,
         targets=round(setup.pairs * targets),
     )
-    found.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
-    return found
+    comparisons.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
+    return comparisons
 
 
 def main() -> None:
@@ -182,21 +182,21 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.names:
         setup = SETUPS[name]
-        found = []
+        result_rows = []
         updates = options.updates or setup.updates
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             write_model(name, folder, write_rows(folder))
-            for number, jobs in enumerate(contests(folder, setup)):
-                replies = compete(jobs, options.rounds, updates, folder / f"runs{number}")
-                found += rows(jobs, replies, updates)
-        for row in found:
+            for number, jobs in enumerate(comparisons_of(folder, setup)):
+                replies = run_in_turns(jobs, options.rounds, updates, folder / f"runs{number}")
+                result_rows += rows(jobs, replies, updates)
+        for row in result_rows:
             row["targets_per_second"] = row.pop("tokens_per_second")
         title = (
             f"{setup.title}, {setup.windows} x {setup.length} tokens or {setup.pairs} pairs per "
             f"update, {options.rounds} rounds"
         )
-        write_result(f"chat_{name}", {"title": title, "rows": found}, options.results)
+        write_result(f"chat_{name}", {"title": title, "rows": result_rows}, options.results)
 
 
 if __name__ == "__main__":

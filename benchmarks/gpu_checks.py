@@ -87,18 +87,18 @@ def losses(metrics: list[dict]) -> list[float]:
 
 def check_learned(metrics: list[dict]) -> None:
     """Raises `AssertionError` unless all updates were made and the loss fell by half."""
-    found = losses(metrics)
-    assert len(found) == UPDATES, found
-    assert all(map(math.isfinite, found)), found
-    assert found[-1] < found[0] / 2, found
+    run_losses = losses(metrics)
+    assert len(run_losses) == UPDATES, run_losses
+    assert all(map(math.isfinite, run_losses)), run_losses
+    assert run_losses[-1] < run_losses[0] / 2, run_losses
 
 
-def check_close(found: list[float], expected: list[float], tolerance: float) -> None:
+def check_close(actual: list[float], expected: list[float], tolerance: float) -> None:
     """Raises `AssertionError` if values differ by more than `tolerance`."""
-    assert len(found) == len(expected), (found, expected)
-    apart = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+    assert len(actual) == len(expected), (actual, expected)
+    apart = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
     print(f"largest difference {apart:.2g}, at most {tolerance} is allowed")
-    assert apart <= tolerance, (found, expected)
+    assert apart <= tolerance, (actual, expected)
 
 
 def train(folder: Path) -> None:
@@ -121,10 +121,10 @@ def qwen3(folder: Path) -> None:
 
 def resume(folder: Path) -> None:
     """A resumed run continues with the losses of an uninterrupted one."""
-    whole = run(folder, "whole", save_every=12, compiled=False)
+    uninterrupted = run(folder, "whole", save_every=12, compiled=False)
     checkpoint = str(folder / "whole" / "checkpoint-12")
     rest = run(folder, "resumed", resume_from=checkpoint, compiled=False)
-    check_close(losses(rest), losses(whole)[12:], 0.02)
+    check_close(losses(rest), losses(uninterrupted)[12:], 0.02)
 
 
 def deterministic(folder: Path) -> None:
@@ -138,14 +138,14 @@ def deterministic(folder: Path) -> None:
 def evaluation(folder: Path) -> None:
     """A compiled run evaluates and samples; a later evaluation of its model gives the same loss."""
     metrics = run(folder, "run", eval_every=12, sample_every=12, sample_tokens=24)
-    found = [entry["val/loss"] for entry in metrics if "val/loss" in entry]
-    assert len(found) == 2, found
-    assert found[1] < found[0] < 6, found
+    val_losses = [entry["val/loss"] for entry in metrics if "val/loss" in entry]
+    assert len(val_losses) == 2, val_losses
+    assert val_losses[1] < val_losses[0] < 6, val_losses
     assert len(read_json_lines(folder / "run" / "samples.jsonl")) == 2
     once = {"learning_rate": 0.0, "max_steps": 1, "eval_every": 1}
     exact = {"compiled": False, "precision": "no"}
     again = run(folder, "again", init_from=str(folder / "run"), **once, **exact)
-    check_close([again[-1]["val/loss"]], found[1:], 0.05)
+    check_close([again[-1]["val/loss"]], val_losses[1:], 0.05)
 
 
 def document_mask(folder: Path) -> None:
@@ -156,8 +156,8 @@ def document_mask(folder: Path) -> None:
     dense = run(folder, "dense", document_mask=True, compiled=False)
     del os.environ["GPT2_ACCEL_DEVICE"]
     check_learned(dense)
-    for found in blocks:
-        check_close(losses(found)[:5], losses(dense)[:5], 0.05)
+    for masked in blocks:
+        check_close(losses(masked)[:5], losses(dense)[:5], 0.05)
     assert losses(run(folder, "crossing", compiled=False)) != losses(dense)
 
 
@@ -218,8 +218,8 @@ def fp16(folder: Path) -> str | None:
     """fp16 with a gradient scaler learns as well as bf16."""
     if not CUDA:
         return "skipped: fp16 needs a GPU"
-    found = losses(run(folder, "run", precision="fp16", max_steps=2 * UPDATES))
-    assert found[-1] < found[0] / 2, found
+    run_losses = losses(run(folder, "run", precision="fp16", max_steps=2 * UPDATES))
+    assert run_losses[-1] < run_losses[0] / 2, run_losses
     return None
 
 
@@ -311,9 +311,9 @@ def updates(folder: Path) -> None:
     precisions = ["fp32", HALF]
     if CUDA and HALF != "fp16":
         precisions.append("fp16")
-    found = {name: trajectory(folder, name) for name in precisions}
-    FIGURES.update(updates=found, expected=expected)
-    problems = [difference(values, expected, name) for name, values in found.items()]
+    trajectories = {name: trajectory(folder, name) for name in precisions}
+    FIGURES.update(updates=trajectories, expected=expected)
+    problems = [difference(values, expected, name) for name, values in trajectories.items()]
     assert not any(problems), "; ".join(filter(None, problems))
 
 
@@ -336,8 +336,8 @@ def commit() -> str | None:
     if (ROOT / ".git").exists():
         with chdir(ROOT):
             return git_commit()
-    for found in distributions(name="gpt2_accel"):
-        about = json.loads(found.read_text("direct_url.json") or "{}")
+    for distribution in distributions(name="gpt2_accel"):
+        about = json.loads(distribution.read_text("direct_url.json") or "{}")
         return about.get("vcs_info", {}).get("commit_id")
     return None
 
@@ -365,15 +365,15 @@ def run_checks(names: list[str], output: Path) -> None:
     for name in names or [check.__name__ for check in CHECKS]:
         print(f"--- {name}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            found = Path(folder, "check.json")
-            command = [sys.executable, __file__, name, "--inside", "--output", str(found)]
+            file = Path(folder, "check.json")
+            command = [sys.executable, __file__, name, "--inside", "--output", str(file)]
             code = subprocess.run(command).returncode
             # A process that was killed writes nothing.
-            own = {"outcome": f"failed: exit code {code}"}
-            if found.exists():
-                own = json.loads(found.read_text(encoding="utf-8"))
-        record["checks"][name] = own.pop("outcome")
-        record |= own
+            result = {"outcome": f"failed: exit code {code}"}
+            if file.exists():
+                result = json.loads(file.read_text(encoding="utf-8"))
+        record["checks"][name] = result.pop("outcome")
+        record |= result
         if code:
             failed.append(name)
     write_json(output, record)

@@ -112,15 +112,15 @@ def run_ladder(
 
 def problems(device: torch.device) -> dict[str, str]:
     """Returns the rungs that the device cannot run, with the reasons, by name."""
-    found = {"bf16": "" if has_bf16(device) else "only emulated"}
-    found["compile"] = inductor_problem(device) or ""
+    reasons = {"bf16": "" if has_bf16(device) else "only emulated"}
+    reasons["compile"] = inductor_problem(device) or ""
     if device.type != "cuda":
-        found |= dict.fromkeys(("TF32", "pinned, prefetched data", "fp16"), "CUDA only")
+        reasons |= dict.fromkeys(("TF32", "pinned, prefetched data", "fp16"), "CUDA only")
     elif compute_capability(device) < (8, 0):
-        found["TF32"] = "needs compute capability 8.0"
+        reasons["TF32"] = "needs compute capability 8.0"
     if device.type != "cuda" or torch.accelerator.device_count() == 1:
-        found["DDP over all devices"] = "needs several GPUs"
-    return {name: reason for name, reason in found.items() if reason}
+        reasons["DDP over all devices"] = "needs several GPUs"
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def first_job(size: str, micro_batch_size: int, sequence_length: int, on_cpu: bool) -> Job:

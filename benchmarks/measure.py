@@ -2,7 +2,7 @@
 
     python benchmarks/measure.py gpt2 baby qwen3
 
-Each contestant is a process (`worker.py`). In each round the contestants take turns, one at a time,
+Each program is a process (`worker.py`). In each round the programs take turns, one at a time,
 so that all see the same state of the machine. Building, warmup and compilation do not count. A
 ratio is the median of the rounds' ratios. An update is forward, backward, clipping and step on
 random tokens.
@@ -46,7 +46,7 @@ FIRST = 0x10000  # the first of 65,536 code points without gaps
 
 @dataclass
 class Benchmark:
-    """Contestants that take turns; the first one is compared with the others."""
+    """Programs that take turns; the first one is compared with the others."""
 
     title: str
     jobs: list[Job]
@@ -109,8 +109,8 @@ def random_shards(folder: Path, vocab_size: int) -> None:
     prepare({"train": [text]}, tokenizer, folder, source="random characters")
 
 
-def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[list[dict]]:
-    """Runs all contestants in turns; returns the replies of each contestant, one per round."""
+def run_in_turns(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[list[dict]]:
+    """Runs all programs in turns; returns the replies of each program, one per round."""
     replies: list[list[dict]] = [[] for _ in jobs]
     with ExitStack() as stack:
         running = []
@@ -120,7 +120,7 @@ def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[li
             process.reply()
         for number in range(rounds):
             order = list(range(len(jobs)))
-            if number % 2:  # alternate, so that a contestant does not always follow the same one
+            if number % 2:  # alternate, so that a program does not always follow the same one
                 order.reverse()
             for place in order:
                 job = jobs[place]
@@ -132,38 +132,39 @@ def compete(jobs: list[Job], rounds: int, updates: int, folder: Path) -> list[li
 
 
 def rows(jobs: list[Job], replies: list[list[dict]], updates: int) -> list[dict]:
-    """Returns a row of the table for each contestant except the matrix products; the first row has
+    """Returns a row of the table for each program except the matrix products; the first row has
     its share of their speed."""
-    found: list[dict] = []
-    for job, own in zip(jobs, replies, strict=True):
-        seconds = [reply["seconds"] for reply in own]
+    table: list[dict] = []
+    for job, turns in zip(jobs, replies, strict=True):
+        seconds = [reply["seconds"] for reply in turns]
         if job.kind == "matmul":
-            speeds = [reply["flops"] for reply in own]
+            speeds = [reply["flops"] for reply in turns]
             config = GPTConfig(**jobs[0].shape)
             flops = updates * jobs[0].tokens * flops_per_token(config, config.n_positions)
-            found[0]["matmul_flops"] = summary(speeds)
-            found[0]["mfu"] = ratios([flops / s for s in found[0]["seconds"]], speeds)
+            table[0]["matmul_flops"] = summary(speeds)
+            table[0]["mfu"] = ratios([flops / s for s in table[0]["seconds"]], speeds)
             continue
         row = {"name": job.name, "setting": job.setting, "seconds": seconds}
         row["tokens_per_second"] = summary([updates * job.tokens / s for s in seconds])
-        if found:
-            row["speed_up"] = ratios(seconds, found[0]["seconds"])
+        if table:
+            row["speed_up"] = ratios(seconds, table[0]["seconds"])
         if job.kind not in ("generate", "hf_generate"):  # their weights are built in fp32
-            row["memory"] = own[-1]["memory"]
-            if found:
-                row["memory_ratio"] = found[0]["memory"] / row["memory"]
-        found.append(row)
-    return found
+            row["memory"] = turns[-1]["memory"]
+            if table:
+                row["memory_ratio"] = table[0]["memory"] / row["memory"]
+        table.append(row)
+    return table
 
 
 def measure(chosen: Benchmark, rounds: int) -> dict:
-    """Measures all contestants of a benchmark; returns its title and rows."""
+    """Measures all programs of a benchmark; returns its title and rows."""
     with tempfile.TemporaryDirectory() as name:
         data = Path(name) / "data"
         random_shards(data, chosen.jobs[0].shape["vocab_size"])
         jobs = [replace(job, data_dir=str(data)) for job in chosen.jobs]
-        found = rows(jobs, compete(jobs, rounds, chosen.updates, Path(name)), chosen.updates)
-    return {"title": f"{chosen.title}, {rounds} rounds", "rows": found}
+        replies = run_in_turns(jobs, rounds, chosen.updates, Path(name))
+    title = f"{chosen.title}, {rounds} rounds"
+    return {"title": title, "rows": rows(jobs, replies, chosen.updates)}
 
 
 def main() -> None:
@@ -177,11 +178,11 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.names:
         if name == "generation":
-            found = measure(generation(1), options.rounds)
-            found["rows"] += measure(generation(options.batch_size or 32), options.rounds)["rows"]
+            result = measure(generation(1), options.rounds)
+            result["rows"] += measure(generation(options.batch_size or 32), options.rounds)["rows"]
         else:
-            found = measure(training(name, options.batch_size), options.rounds)
-        write_result(name, found, options.results)
+            result = measure(training(name, options.batch_size), options.rounds)
+        write_result(name, result, options.results)
 
 
 if __name__ == "__main__":

@@ -100,22 +100,22 @@ def law_column(
 ) -> dict[str, str]:
     """Returns the cells of one law by title."""
     away = np.abs(np.divide.outer(runs.flops.to_numpy(), budgets) - 1)  # (runs, budgets)
-    own = away.min(1) < 0.05  # a run has full updates, so its FLOPs are not exactly the budget
-    of = np.array(budgets)[away.argmin(1)[own]]
-    N, D, losses = runs.loc[own, ["parameters", "tokens", "loss"]].to_numpy(float).T
-    found = fit_law(N, D, losses, of)
-    residuals = losses - found.loss(N, D)
-    means = [f"{residuals[of == budget].mean():+.3f}" for budget in budgets]
+    near = away.min(1) < 0.05  # a run has full updates, so its FLOPs are not exactly the budget
+    budget_of_run = np.array(budgets)[away.argmin(1)[near]]
+    N, D, losses = runs.loc[near, ["parameters", "tokens", "loss"]].to_numpy(float).T
+    fit = fit_law(N, D, losses, budget_of_run)
+    residuals = losses - fit.loss(N, D)
+    means = [f"{residuals[budget_of_run == budget].mean():+.3f}" for budget in budgets]
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     cells = {"budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs"}
-    for name, value in found.law.items():
+    for name, value in fit.law.items():
         cells[name] = f"{value:.3g}"
-    cells["standard deviation of the residuals"] = f"{found.spread:.3f}"
+    cells["standard deviation of the residuals"] = f"{fit.spread:.3f}"
     cells["mean residual by budget"] = ", ".join(means)
-    cells["test of the form"] = "p < 0.001" if found.form < 0.001 else f"p = {found.form:.2g}"
-    cells["form"] = "refused" if found.form < LEVEL else "holds"
+    cells["test of the form"] = "p < 0.001" if fit.form < 0.001 else f"p = {fit.form:.2g}"
+    cells["form"] = "refused" if fit.form < LEVEL else "holds"
     tokens = f"{target[1] / 1e6:.2f}M tokens"
-    cells["loss of 2 layers of 160"] = f"{found.loss(*target):.3f} after {tokens}"
+    cells["loss of 2 layers of 160"] = f"{fit.loss(*target):.3f} after {tokens}"
     return cells
 
 
@@ -150,11 +150,11 @@ def widths(folder: Path) -> str:
     lines = []
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/widths_{name}.csv").groupby(["n_embd", "seed"])
-        best = runs.apply(lambda own: best_rate(by_rate(own))).unstack()  # (widths, seeds)
+        best = runs.apply(lambda group: best_rate(by_rate(group))).unstack()  # (widths, seeds)
         lowest = runs.loss.min().unstack().mean(axis=1)
         for width in best.index:
-            found = ", ".join(f"{rate:.4f}" for rate in best.loc[width])
-            rows.append((corpus, str(width), found, f"{lowest[width]:.3f}"))
+            best_rates = ", ".join(f"{rate:.4f}" for rate in best.loc[width])
+            rows.append((corpus, str(width), best_rates, f"{lowest[width]:.3f}"))
         slopes, starts = np.polyfit(np.log(best.index), np.log(best), 1)
         at_768 = np.exp(slopes * math.log(768) + starts)
         values = f"{at_768.min():.4f} to {at_768.max():.4f}"
@@ -173,8 +173,8 @@ def ratios(folder: Path) -> str:
         runs = read_runs(folder / f"cpu/adamw_ratio_{name}.csv")
         losses = runs.pivot(index="adamw_ratio", columns="seed", values="loss")
         others = losses.index.drop(1.0)
-        found = [plus_minus(losses.loc[ratio] - losses.loc[1.0], "+.4f") for ratio in others]
-        rows.append([corpus, plus_minus(losses.loc[1.0])] + found)
+        changes = [plus_minus(losses.loc[ratio] - losses.loc[1.0], "+.4f") for ratio in others]
+        rows.append([corpus, plus_minus(losses.loc[1.0])] + changes)
     heads = ["corpus", "ratio 1"]
     heads += [f"ratio {ratio:g}" for ratio in others]
     return markdown(heads, rows)
@@ -187,13 +187,13 @@ def epochs(folder: Path) -> str:
         runs = read_runs(folder / f"cpu/epochs_{name}.csv").query("seed > 0")
         runs = runs.fillna({"dropout": 0.0})
         keys = ["optimizer", "data_dir", "n_embd", "tokens"]
-        for (optimizer, data, width, tokens), own in sorted(runs.groupby(keys), reverse=True):
+        for (optimizer, data, width, tokens), group in sorted(runs.groupby(keys), reverse=True):
             columns = ["weight_decay", "dropout"]
-            losses = own.pivot(index="seed", columns=columns, values="loss")
+            losses = group.pivot(index="seed", columns=columns, values="loss")
             usual = USUAL_DECAY[optimizer]
             before = losses[usual, 0.0]
             name = "Muon" if optimizer == "muon" else "AdamW"
-            ratio = TEXTS[data] / own.parameters.iloc[0]
+            ratio = TEXTS[data] / group.parameters.iloc[0]
             row = [corpus, f"{name}, {width} wide", f"{tokens / TEXTS[data]:.0f}", f"{ratio:.2f}"]
             row.append(plus_minus(before))
             for changed in ((0.03, 0.0), (1.6, 0.0), (usual, 0.1), (1.6, 0.1)):
@@ -236,7 +236,7 @@ def tokens_needed(goals: pd.Series, losses: np.ndarray, tokens: pd.Index) -> np.
     """
     lowest = np.minimum.accumulate(losses)
     both = zip(goals, lowest.T, strict=True)
-    return np.exp([np.interp(-goal, -own, np.log(tokens)) for goal, own in both])
+    return np.exp([np.interp(-goal, -curve, np.log(tokens)) for goal, curve in both])
 
 
 def plus_minus(values: Iterable[float], form: str = ".3f") -> str:
@@ -253,10 +253,10 @@ def architectures(folder: Path) -> str:
         heads += [f"{corpus}: equal tokens", "change", "equal time"]
         before = None
         for model, row in rows.items():
-            own = runs[(runs.corpus == f"data/{name}") & (runs.model == model)]
-            found = own.pivot(index="tokens", columns="seed", values="loss")
-            most = found.iloc[-1]  # tokens
-            fewest = found.iloc[0]
+            chosen = runs[(runs.corpus == f"data/{name}") & (runs.model == model)]
+            losses = chosen.pivot(index="tokens", columns="seed", values="loss")
+            most = losses.iloc[-1]  # tokens
+            fewest = losses.iloc[0]
             change = "" if before is None else plus_minus(most - before, "+.3f")
             row += [plus_minus(most), change, f"{fewest.mean():.3f}"]
             before = most
@@ -270,24 +270,24 @@ def equal_flops(folder: Path) -> str:
     for corpus, name in CORPORA.items():
         runs = read_runs(folder / f"cpu/equal_flops_{name}.csv").query("seed > 0")  # 0 tuned
         for width, size in runs.groupby("n_embd"):
-            found = dict(list(size.groupby("architecture")))
-            bits = {key: bits_by_budget(found[key]) for key in NAMES}  # (budgets, seeds)
+            by_model = dict(list(size.groupby("architecture")))
+            bits = {key: bits_by_budget(by_model[key]) for key in NAMES}  # (budgets, seeds)
             worst = max(NAMES, key=lambda key: bits[key].iloc[-1].mean())
             goals = bits[worst].iloc[-1]
             most = bits[worst].index[-1]
             for key, shown in NAMES.items():
-                own = bits[key]
-                first = found[key].iloc[0]
+                values = bits[key]
+                first = by_model[key].iloc[0]
                 outside = (first.parameters - ROWS[key] * width) / 1e6
-                tokens = tokens_needed(goals, own.to_numpy(), own.index)
+                tokens = tokens_needed(goals, values.to_numpy(), values.index)
                 share = plus_minus(tokens / most, ".0%")
-                if (own.iloc[0] < goals).any():
+                if (values.iloc[0] < goals).any():
                     share = f"at most {share}"
                 verdict = "the worst"
                 if key != worst:
                     verdict = compare.judge(list(tokens - most))
                 row = [corpus, f"{outside:.2f}M", shown, f"{first.learning_rate:.3g}"]
-                row += [plus_minus(own.iloc[-1]), f"{tokens.mean() / 1e3:,.0f}k", share, verdict]
+                row += [plus_minus(values.iloc[-1]), f"{tokens.mean() / 1e3:,.0f}k", share, verdict]
                 rows.append(row)
     heads = ("corpus", "outside embeddings", "model", "rate", "bits per byte")
     return markdown((*heads, "tokens to the worst's", "share", "verdict"), rows)

@@ -53,12 +53,12 @@ def write_result(name: str, figures: dict, folder: str | Path = RESULTS) -> None
 
 def read_results(name: str, folder: str | Path = RESULTS) -> list[dict]:
     """Returns the results of the benchmark `name` on a CPU and on a GPU, those that exist."""
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         path = Path(folder) / device / f"{name}.json"
         if path.exists():
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-    return found
+            results.append(json.loads(path.read_text(encoding="utf-8")))
+    return results
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

@@ -59,9 +59,9 @@ def main() -> None:
     cards = table({"title": "Measured on GPUs", "rows": rows}) if rows else NO_CARDS
 
     def fill(match: re.Match) -> str:
-        found = cards if match[1] == "cards" else section(match[1], options.results)
-        print(f"\n{found}")
-        return f"<!-- bench {match[1]} -->\n\n{found}\n\n<!-- /bench {match[1]} -->"
+        content = cards if match[1] == "cards" else section(match[1], options.results)
+        print(f"\n{content}")
+        return f"<!-- bench {match[1]} -->\n\n{content}\n\n<!-- /bench {match[1]} -->"
 
     pages = sorted(options.docs.rglob("*.md"))
     pages.append(options.docs.parent / "README.md")
@@ -79,9 +79,9 @@ def section(name: str, folder: Path = RESULTS) -> str:
     `FileNotFoundError` if it does not exist."""
     if name == "headline":
         return headline(folder)
-    found = read_results(name, folder)
-    if found:
-        return "\n\n".join(map(table, found))
+    results = read_results(name, folder)
+    if results:
+        return "\n\n".join(map(table, results))
     from published import STUDIES  # needs SciPy
 
     if name not in STUDIES:
@@ -112,10 +112,10 @@ def table(result: dict) -> str:
 
 def place(machine: dict) -> str:
     """Returns the machine, the date and the versions of a result."""
-    found = "{device}, {threads} threads, torch {torch}, {date}".format(**machine)
+    text = "{device}, {threads} threads, torch {torch}, {date}".format(**machine)
     if "version" in machine:
-        found += f", version {machine['version']}"
-    return found
+        text += f", version {machine['version']}"
+    return text
 
 
 def headline(folder: Path = RESULTS) -> str:
@@ -126,8 +126,8 @@ def headline(folder: Path = RESULTS) -> str:
         for result in read_results(name, folder):
             ours = named_row(result, names[0])
             title = f"{task} on {result['machine']['device']}"
-            for own in names[1:]:
-                other = named_row(result, own)
+            for beside_name in names[1:]:
+                other = named_row(result, beside_name)
                 speed = f"{other['speed_up']['median']:.2f} x"
                 memory = f"{other['memory_ratio']:.2f} x" if "memory_ratio" in other else ""
                 beside = f"{other['name']}, {other['setting']}"
@@ -162,12 +162,12 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def spread(found: dict[str, float], form: str) -> str:
+def spread(summary: dict[str, float], form: str) -> str:
     """Formats median and range, such as `2.31 (2.25 to 2.40)`; a single run has no range."""
-    median = format(found["median"], form)
-    if found["low"] == found["high"]:
+    median = format(summary["median"], form)
+    if summary["low"] == summary["high"]:
         return median
-    return f"{median} ({found['low']:{form}} to {found['high']:{form}})"
+    return f"{median} ({summary['low']:{form}} to {summary['high']:{form}})"
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ class Doubling(torch.optim.SGD):
 
 def test_the_modes_of_an_optimizer_are_switched(tiny, tmp_path):
     """To evaluation for evaluations and saves, also those of callbacks, and back for updates."""
-    modes, evaluated = [], []
+    modes = []
+    evaluated = []
 
     class Notes:
         def on_train_begin(self, run):

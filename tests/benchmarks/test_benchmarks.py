@@ -19,7 +19,7 @@ TINY = {"shape": measure.TINY, "batch_size": 4}
 
 
 @long
-def test_every_contestant_has_a_row_that_follows_from_its_seconds():
+def test_every_program_has_a_row_that_follows_from_its_seconds():
     jobs = measure.training("tiny", None).jobs
     result = measure.measure(measure.Benchmark("tiny", jobs, 5), rounds=2)
     assert [row["name"] for row in result["rows"]] == ["gpt2_accel", "HF Trainer", "nanoGPT's loop"]

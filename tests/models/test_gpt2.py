@@ -49,7 +49,8 @@ def test_checkpointed_activations_give_equal_gradients_with_less_memory(compiled
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=100, n_positions=64, n_layer=2, n_head=2, n_embd=32))
     tokens = torch.randint(100, (2, 64))
-    gradients, kept = [], []
+    gradients = []
+    kept = []
     for model.checkpoint_activations in (False, True):
         sizes: list[int] = []
 
