@@ -66,7 +66,8 @@ def test_evaluation_reads_each_window_of_a_mixture_once_by_weights(mixed):
         for _, targets, *_ in EvalLoader(parts, rank=rank, world_size=2, **settings):
             seen += [row.tolist() for row in targets if row[0] != -100]
     capital = sum(any(65 <= token <= 90 for token in row) for row in seen)
-    assert (len(seen), capital) == (100, 25)
+    assert len(seen) == 100
+    assert capital == 25
 
 
 def test_a_part_that_was_prepared_again_with_another_tokenizer_is_refused(mixed, tmp_path):

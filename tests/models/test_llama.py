@@ -152,11 +152,14 @@ class Settings:
 def test_shapes_follow_from_depth_and_from_single_settings(kind, of_two_heads, of_depth_12, tied):
     settings = Settings()
     shape = kind.from_settings(settings, 100)
-    assert (shape.head_dim, shape.tied) == (64, tied)
+    assert shape.head_dim == 64
+    assert shape.tied == tied
     assert (shape.n_kv_head, shape.n_inner) == of_two_heads
     settings.depth = 12
     shape = kind.from_settings(settings, 100)
-    assert (shape.n_layer, shape.n_embd, shape.n_head * shape.head_dim) == (12, 768, 768)
+    assert shape.n_layer == 12
+    assert shape.n_embd == 768
+    assert shape.n_head * shape.head_dim == 768
     assert (shape.n_kv_head, shape.n_inner) == of_depth_12
 
 

@@ -87,7 +87,8 @@ def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch
     assert (config.total_batch_size // 512, *actual) == expected
     config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
     recipe.fit_to_data(config, 128, processes)
-    assert (config.max_steps, config.learning_rate) == (7, 0.1)
+    assert config.max_steps == 7
+    assert config.learning_rate == 0.1
 
 
 def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):

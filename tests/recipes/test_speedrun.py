@@ -25,7 +25,9 @@ def test_settings_follow_the_depth(depth):
     actual += (config.max_steps, config.learning_rate, config.weight_decay)
     assert actual == BY_HAND[depth]
     shape = config_class("nanochat").from_settings(config, 50257)
-    assert (shape.n_layer, shape.n_embd, shape.head_dim) == (depth, actual[0], 128)
+    assert shape.n_layer == depth
+    assert shape.n_embd == actual[0]
+    assert shape.head_dim == 128
     assert config.micro_batch_size == 16
 
 
@@ -33,7 +35,9 @@ def test_given_settings_win_over_computed_ones():
     recipe = load_recipe("speedrun")
     config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
     recipe.follow_depth(config, 4096, 1)
-    assert (config.total_batch_size, config.max_steps, config.learning_rate) == (8192, 3, 0.5)
+    assert config.total_batch_size == 8192
+    assert config.max_steps == 3
+    assert config.learning_rate == 0.5
 
 
 def test_a_short_run_opens_in_a_pipeline(data_dir, tmp_path, monkeypatch):

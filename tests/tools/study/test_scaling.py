@@ -76,8 +76,11 @@ def test_settings_follow_the_scaling_rules():
     assert batch_for(2e6, 128) == 2048
     assert batch_for(10, 128) == 128
     base = settings_for(64, 2e6, 2048, LEARNING_RATE)
-    assert (base["max_steps"], base["learning_rate"]) == (977, LEARNING_RATE)
-    assert (base["weight_decay"], base["warmup_steps"], base["optimizer"]) == (0.3, 10, "muon")
+    assert base["max_steps"] == 977
+    assert base["learning_rate"] == LEARNING_RATE
+    assert base["weight_decay"] == 0.3
+    assert base["warmup_steps"] == 10
+    assert base["optimizer"] == "muon"
     tokens = 2e6 * 4 ** (1 / 0.383)
     assert batch_for(tokens, 128) == 8192
     # Twice by the batch, a root of two less by the width.
