@@ -158,7 +158,7 @@ def header_commands() -> list[str]:
     return commands_in([line for line in lines if command.match(line)])
 
 
-@pytest.mark.parametrize("command", sorted({*header_commands()} - {*LOCAL, *ON_HUB, *NOT_RUN}))
+@pytest.mark.parametrize("command", sorted(set(header_commands()) - {*LOCAL, *ON_HUB, *NOT_RUN}))
 def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))

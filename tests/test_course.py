@@ -67,5 +67,5 @@ def test_a_notebook_is_complete(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not any(output.output_type == "error" for output in outputs)
     # Stored outputs belong to the notebook as it is: it ran from top to bottom.
-    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not re.search(r"/(root|home|tmp|work)/", path.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from gpt2_accel.config import TrainConfig
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 # Not the changelog, which names files that were removed.
-ROOT_PAGES = sorted({*ROOT.glob("*.md")} - {ROOT / "CHANGELOG.md"})
+ROOT_PAGES = sorted(set(ROOT.glob("*.md")) - {ROOT / "CHANGELOG.md"})
 SITE = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
 ELLIPSIS = re.compile("…+")
 
@@ -38,7 +38,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*ROOT_PAGES, *PAGES], ids=str)
+@pytest.mark.parametrize("page", ROOT_PAGES + PAGES, ids=str)
 def test_files_and_headings_that_a_page_names_are_there(page):
     text = page.read_text()
     for file, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", text):  # a colon: an address

@@ -150,7 +150,11 @@ def test_every_pip_install_names_packages_as_setup_cfg_does():
     paths = [path for folder in ("gpt2_accel", "recipes", "docs") for path in files(folder)]
     texts = [path.read_text() for path in paths if path.suffix in (".py", ".md", ".ipynb")]
     text = "\n".join([*texts, (ROOT / "README.md").read_text()])
-    assert {*re.findall(r"\bpip install (?:-\S+ )*(\w+)", text)} == {"git", "dist", "sentencepiece"}
+    assert set(re.findall(r"\bpip install (?:-\S+ )*(\w+)", text)) == {
+        "git",
+        "dist",
+        "sentencepiece",
+    }
     lines = re.findall(r"\bpip install ('[^`\"\n]+)", text)
     named = {word for line in lines for word in re.findall(r"'([^'{…]+)'", line)}
     # For environments of their own: no extra.

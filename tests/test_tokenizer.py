@@ -123,7 +123,7 @@ def write_files(bpe, folder, tokenizer_class="PreTrainedTokenizerFast"):
 
 
 def splitting(*parts) -> dict:
-    return {"pre_tokenizer": pre_tokenizers.Sequence([*parts])}
+    return {"pre_tokenizer": pre_tokenizers.Sequence(list(parts))}
 
 
 PARTS = {
@@ -168,7 +168,7 @@ def kind(tokens, adds=False, **roles):
     bpe = Tokenizer(models.BPE(vocab, []))
     bpe.pre_tokenizer = byte_level()
     bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([*tokens])
+    bpe.add_special_tokens(list(tokens))
     if adds:
         bpe.post_processor = processors.TemplateProcessing(
             f"{tokens[0]} $A", None, [(tokens[0], 256)]

@@ -37,7 +37,7 @@ def started(monkeypatch):
 def test_every_recipe_is_a_command_or_launched(started):
     for name, recipe in recipe_command.COMMANDS.items():
         assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
-    launched = {path.stem for path in RECIPES.glob("*.py")} - {*recipe_command.COMMANDS.values()}
+    launched = {path.stem for path in RECIPES.glob("*.py")} - set(recipe_command.COMMANDS.values())
     assert launched == {name.replace("-", "_") for name in command.TRAINED}
 
 
@@ -57,11 +57,11 @@ def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     train = [str(RECIPES / "pretrain_124m.py"), "--max_steps", "2"]
     config = [*LAUNCHER, str(CONFIGS / "8xa100_fsdp2.yaml")]
     for name, recipe in (("8xa100-fsdp2", "pretrain-124m"), ("8xa100_fsdp2", "pretrain_124m.py")):
-        assert started("launch", name, recipe, "--max_steps", "2") == [*config, *train]
+        assert started("launch", name, recipe, "--max_steps", "2") == config + train
     flags = ["--num_processes", "2", "--mixed_precision", "no"]
-    command = started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2")
-    assert command == [*config, *flags, *train]
-    assert started("launch", "cpu", "quickstart", "--help") == [*QUICKSTART, "--help"]
+    arguments = started("launch", "8xa100-fsdp2", *flags, "pretrain-124m", "--max_steps", "2")
+    assert arguments == config + flags + train
+    assert started("launch", "cpu", "quickstart", "--help") == QUICKSTART + ["--help"]
     monkeypatch.chdir(tmp_path)
     for file in ("cpu.yaml", "mine.py"):
         Path(file).write_text("num_processes: 1\n")
@@ -77,7 +77,7 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
     monkeypatch.setattr(device, "launch_device", lambda: torch.device("cuda"))
     monkeypatch.setenv(device.OVERRIDES, '{"accelerator_count": 3, "has_bf16": true}')
     config = [*LAUNCHER, str(CONFIGS / "8xa100.yaml"), "--num_processes", "3"]
-    assert started("quickstart") == [*config, *QUICKSTART]
+    assert started("quickstart") == config + QUICKSTART
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,9 @@ def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, co
     train = [tuple(ids) for ids, _ in stored(tmp_path / "chat", "train")]
     val = [tuple(ids) for ids, _ in stored(tmp_path / "chat", "val")]
     assert len(train) + len(val) == 3 * count
-    assert len({*train}) + len({*val}) == len({*train, *val}) == count
+    assert len(set(train)) + len(set(val)) == len(set(train + val)) == count
     decode = load_data_tokenizer(tmp_path / "chat").decode
-    asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in {*val}]
+    asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in set(val)]
     assert sorted(asked) == HELD_OUT[count]
 
 
@@ -237,7 +237,7 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
 def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     long = answered(content="so " * 50)
     late = {"messages": [{"role": "user", "content": "a" * 80}, ASKED[1]]}
-    manifest = prepared(chat_base, tmp_path, [*chat_rows(20), long, late], cut=True)
+    manifest = prepared(chat_base, tmp_path, chat_rows(20) + [long, late], cut=True)
     # No token of the late answer is left.
     assert {reason: n for reason, (n, _) in manifest["left_out"].items()} == {CUT: 1, NO_ANSWER: 1}
     conversations = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
@@ -247,7 +247,7 @@ def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
 
 @pytest.mark.parametrize(("longest", "length"), [(90, 128), (150, 192), (300, 256)])
 def test_windows_are_as_short_as_the_longest_conversation(chat_base, longest, length, tmp_path):
-    rows = [*chat_rows(20), answered(content="a" * longest)]
+    rows = chat_rows(20) + [answered(content="a" * longest)]
     manifest = prepared(chat_base, tmp_path, rows, sequence_length=256, shorten=True, cut=True)
     assert manifest["sequence_length"] == length
     assert documents(manifest) == {"train": 20, "val": 1}
@@ -258,7 +258,7 @@ def test_a_conversation_goes_to_the_fullest_window_with_room_for_it():
 
 
 def test_a_json_file_may_hold_an_array(tmp_path):
-    rows = [*chat_rows(30), answered(content="é")]
+    rows = chat_rows(30) + [answered(content="é")]
     file = tmp_path / "a.json"
     file.write_text("\n  " + json.dumps(rows, indent=1))
     assert [row for row, _ in read_rows(str(file))] == rows

@@ -20,7 +20,7 @@ ROWS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text())
 def test_each_form_of_a_pair_is_read(case):
     good, bad = ({"role": "assistant", "content": text} for text in ("So.", "No."))
     asked = case["asked"]
-    assert read_pair(case["row"], "here") == ([*asked, good], [*asked, bad])
+    assert read_pair(case["row"], "here") == (asked + [good], asked + [bad])
 
 
 @pytest.mark.parametrize("case", ROWS["left_out"])

@@ -51,8 +51,8 @@ def model():
 
 def ids(model, prompts, max_new_tokens, **sampling):
     """Returns the new tokens of each row; greedy by default."""
-    settings = {"temperature": 0} | sampling
-    steps = tokens(model, prompts, Sampling(max_new_tokens, **settings))
+    options = {"temperature": 0} | sampling
+    steps = tokens(model, prompts, Sampling(max_new_tokens, **options))
     return [list(row) for row in zip(*steps, strict=True)]
 
 

@@ -55,7 +55,7 @@ def plain_losses(directory, data_dir, updates):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     split = open_split(data_dir, "train")
     loader = TrainLoader(split, sequence_length=32, micro_batch_size=4, seed=1337)
-    losses = []
+    totals = []
     for step in range(updates):
         total = 0.0
         for input_ids, targets, *_ in loader.update(step * 8, 8):
@@ -70,8 +70,8 @@ def plain_losses(directory, data_dir, updates):
             group["lr"] = PEAK / 10 + 0.45 * PEAK * (1 + math.cos(math.pi * step / updates))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
-    return losses, model
+        totals.append(total)
+    return totals, model
 
 
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else FEW)
@@ -258,7 +258,7 @@ def test_text_chat_and_samples_with_the_tokenizer_of_a_family(kind, tmp_path, ca
     ids = stream.read(0, stream.tokens).tolist()
     assert tokenizer.decode(ids, skip_special_tokens=True) in text
     settings = "--max_steps 4 --micro_batch_size 2 --sequence_length 64 --total_batch_size 256"
-    settings = [*settings.split(), "--eval_tokens", 256]
+    settings = settings.split() + ["--eval_tokens", 256]
     flags = ["--init_from", base, "--data_dir", tmp_path / "data", "--output_dir", tuned]
     run_recipe("finetune_shakespeare", *flags, *settings, "--dropout", 0, "--keep_best", "false")
     flags = ["--data", write_lines(tmp_path / "chat.jsonl", chat_rows(30)), "--model", tuned]

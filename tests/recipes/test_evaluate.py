@@ -60,7 +60,7 @@ def flags_of(model, items) -> list[str]:
 def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     model, items, data_dir, tmp_path, capsys
 ):
-    flags = [*flags_of(model, items), "--data_dir", str(data_dir)]
+    flags = flags_of(model, items) + ["--data_dir", str(data_dir)]
     flags[3:3] = ["train,val"]
     run_recipe("evaluate", *flags)
     output = capsys.readouterr().out

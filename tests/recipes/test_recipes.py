@@ -31,7 +31,7 @@ def decay_of(run):
 def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, tmp_path, capsys):
     folder = tmp_path / "my $(run)"
     flags = "--max_steps 30 --vocab_size 300 --eval_every 15 --sample_every 30 --sample_tokens 20"
-    flags = [*flags.split(), "--n_layer", 2, "--n_embd", 64]
+    flags = flags.split() + ["--n_layer", 2, "--n_embd", 64]
     run_recipe("quickstart", *flags, "--output_dir", folder)
     output = capsys.readouterr().out
     first = metrics(folder)
@@ -76,4 +76,4 @@ def test_shakespeare_char_has_settings_for_a_cpu(tmp_path):
     options = "--num_samples 1 --dtype bfloat16 --stop a e t --max_new_tokens 40"
     done = python("recipes/sample.py", "--model", output, "--prompt", "the ", *options.split())
     assert done.stdout.startswith("the ")
-    assert not {*done.stdout[4:]} & {*"aet"}
+    assert not set(done.stdout[4:]) & set("aet")

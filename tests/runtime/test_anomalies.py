@@ -40,7 +40,7 @@ def test_a_spike_is_a_value_far_above_the_last_100_good_ones():
         assert guard.bad_in_a_row == 3
         assert guard.check(-1e9, border - 1e-6) is None
     young = AnomalyGuard(spike_z=3.0)
-    assert not any(young.check(value, value) for value in [*values[:99], 1e9])
+    assert not any(young.check(value, value) for value in values[:99] + [1e9])
 
 
 def left_out(monkeypatch, update):
@@ -71,7 +71,7 @@ def test_a_batch_of_noise_leaves_no_trace_also_after_a_resume(
         return skipped, [digest(Path(folder, "checkpoint-24", file)) for file in files]
 
     skipped, expected = trained(tmp_path / "noise", 20)
-    assert [*skipped] == [21]
+    assert list(skipped) == [21]
     assert "the loss is" in skipped[21]
     resume = str(tmp_path / "noise/checkpoint-15")  # inside the window
     assert trained(tmp_path / "resumed", 5, resume_from=resume) == (skipped, expected)

@@ -58,7 +58,7 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
         path.touch()
     theirs.mkdir()
     remove_leftovers(tmp_path)
-    assert {*tmp_path.iterdir()} == {mine, elsewhere}
+    assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
 def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys)
     for step, disk.full in enumerate((False, True, True, False, True, True)):
         log.write({"step": step})
         if not disk.full:
-            assert [line["step"] for line in read_json_lines(path)] == [*range(step + 1)]
+            assert [line["step"] for line in read_json_lines(path)] == list(range(step + 1))
     log.close()
     message = capsys.readouterr().err
     assert message == f"{path} lacks its last lines: No space left on device\n"

@@ -184,7 +184,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
     config = tiny("run", total_batch_size=8 * 32 * 2, micro_batch_size=4)
 
     def planned(*words, **changes):
-        train(replace(config, dry_run=[*words], **changes))
+        train(replace(config, dry_run=list(words), **changes))
         return capsys.readouterr().out
 
     plan = planned("8xa100", "A100")

@@ -19,7 +19,7 @@ def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     assert f"updates 0 to {updates}: " in capsys.readouterr().out
     again = ["--config", str(tmp_path / "run/config.yaml")]
     assert parse_config(TrainConfig, again).epochs == 0.2
-    assert parse_config(TrainConfig, [*again, "--max_steps", "3"]).epochs is None
+    assert parse_config(TrainConfig, again + ["--max_steps", "3"]).epochs is None
 
 
 def test_long_tasks_print_progress_in_a_pipe(tiny, tmp_path, capsys, monkeypatch):

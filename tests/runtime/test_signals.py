@@ -36,7 +36,8 @@ def started(launcher, *arguments, **variables):
 
 def send_to_all(launcher, number):
     """Sends a signal as Slurm does: to the launcher, which forwards it, and to its descendants."""
-    for process in [*psutil.Process(launcher).children(recursive=True), psutil.Process(launcher)]:
+    launcher = psutil.Process(launcher)
+    for process in launcher.children(recursive=True) + [launcher]:
         process.send_signal(number)
 
 

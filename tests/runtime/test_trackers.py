@@ -62,7 +62,7 @@ def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path,
     [path] = Path(os.environ["TRACKIO_DIR"]).glob("*.db")
     query = "SELECT step FROM metrics WHERE run_name = ?"
     rows = sqlite3.connect(path).execute(query, (f"run-{known['run_id']}",))
-    assert {step for (step,) in rows} >= {*steps[50:]}
+    assert {step for (step,) in rows} >= set(steps[50:])
     [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
     assert recorded.config["learning_rate"] == 1e-2
     assert recorded.config["parameters"] == known["parameters"] == 34_720

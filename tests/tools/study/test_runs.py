@@ -190,7 +190,7 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
     trials = read_trials(ROOT / "recipes/quickstart.py", [("one", each) for each in changes])
     assert [trial.resolved["weight_decay"] for trial in trials] == [0.3, 1.6, 0.3, 0.3, 0.3]
     ids = [trial.id for trial in trials]
-    assert len({*ids}) == 4
+    assert len(set(ids)) == 4
     assert ids[2] == ids[3]
     shutil.rmtree(model)
     run(tiny(model, **shape, seed=2))

@@ -43,7 +43,7 @@ def isoflop(budgets, count=7, ratio=1.6):
 def test_a_law_is_found_exactly_and_never_has_a_negative_term():
     N, D, C = isoflop([1e18, 1e19])
     law = fit_law(N, D, loss_of(BESIROGLU, N, D), C)
-    assert [*law.law.values()] == pytest.approx(BESIROGLU, rel=1e-6)
+    assert list(law.law.values()) == pytest.approx(BESIROGLU, rel=1e-6)
     assert law.spread < 1e-8
     without_data_term = fit_law(N, D, 2 + 300 * N**-0.3, C).law
     expected = pytest.approx({"E": 2, "A": 300, "alpha": 0.3}, rel=1e-4)
