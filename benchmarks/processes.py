@@ -25,7 +25,7 @@ class Job:
     precision: str = "no"  # "no", "bf16" or "fp16"
     compile: bool = False
     architecture: str = "gpt2"
-    data_dir: str = ""  # of token shards
+    data_dir: str = ""  # folder of token shards
     warmup: int = 2  # updates before the first turn
 
     # "generate" and "hf_generate"

@@ -17,7 +17,7 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def test_keep_best_and_keep_every(tiny, tmp_path):
+def test_keep_best_and_keep_every_keep_their_checkpoints(tiny, tmp_path):
     settings = {"max_steps": 12, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 6}
     # With this learning rate the validation loss rises after the first updates.
     settings |= {"keep_best": True, "learning_rate": 0.3, "warmup_steps": 0}

@@ -50,7 +50,7 @@ def test_each_form_of_a_conversation_is_read(case):
 
 
 @pytest.mark.parametrize("case", ROWS["left_out"])
-def test_rows_that_are_left_out(case):
+def test_unusable_rows_are_left_out(case):
     with pytest.raises(Problem, match=case["words"]):
         read_messages(case["row"], "here")
 

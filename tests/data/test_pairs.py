@@ -24,7 +24,7 @@ def test_each_form_of_a_pair_is_read(case):
 
 
 @pytest.mark.parametrize("case", ROWS["left_out"])
-def test_pairs_that_are_left_out(case):
+def test_unusable_pairs_are_left_out(case):
     with pytest.raises(Problem) as problem:
         read_pair(case["row"], "here")
     assert str(problem.value) == getattr(messages, case["reason"])

@@ -68,7 +68,7 @@ def user(tmp_path_factory):
         yield hub, command
 
 
-def test_push_load_resume_and_finetune_over_the_hub(tiny, user, tmp_path):
+def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
     server, command = user
 
     def succeed(*arguments):

@@ -244,7 +244,7 @@ def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_p
 
 
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text", "phi3"])
-def test_text_chat_and_samples_with_the_tokenizer_of_a_family(kind, tmp_path, capsys):
+def test_text_chat_and_samples_use_the_tokenizer_of_a_family(kind, tmp_path, capsys):
     text = "".join(make_text(40, seed) for seed in range(90))
     tokenizer = own_tokenizer(kind, [text])
     base = tmp_path / "base"

@@ -10,7 +10,7 @@ from gpt2_accel import GPT, GPTConfig
 TINY = {"vocab_size": 100, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
-def test_parameter_counts_of_the_released_sizes():
+def test_the_released_sizes_have_their_parameter_counts():
     shapes = [GPTConfig(50257, 1024, *size) for size in GPT2_SIZES.values()]
     assert [shape.matmul_parameters for shape in shapes] == [
         shape.parameter_count - 1024 * shape.n_embd for shape in shapes

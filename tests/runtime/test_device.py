@@ -32,7 +32,7 @@ def test_cpu_limited_to_avx2_has_no_bf16_units():
         ("NVIDIA B200 NVL", None),
     ],
 )
-def test_peak_flops_by_device_name(name, expected):
+def test_peak_flops_follow_from_the_device_name(name, expected):
     assert device.peak_flops(name) == expected
 
 
