@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 import torch
 from conftest import losses, refused, run
+from launching import wait_for
 
 from gpt2_accel.data.loader import Batch, TrainLoader
 from gpt2_accel.data.prefetch import BATCHES_AHEAD, prefetch
@@ -33,12 +34,9 @@ def test_the_order_is_kept_and_few_batches_are_read_ahead():
     with closing(prefetch(read(), CPU)) as batches:
         for number, (input_ids, *_) in enumerate(batches):
             assert input_ids.item() == number
-            deadline = time.monotonic() + 10
-            while (
-                len(started) < min(20, number + 1 + BATCHES_AHEAD) and time.monotonic() < deadline
-            ):
-                time.sleep(0.001)
-            assert len(started) == min(20, number + 1 + BATCHES_AHEAD)
+            ahead = min(20, number + 1 + BATCHES_AHEAD)
+            wait_for(lambda ahead=ahead: len(started) >= ahead, 10)
+            assert len(started) == ahead
     assert number == 19
     assert not threads()
 

@@ -47,8 +47,8 @@ def test_the_order_is_a_permutation(size, seed, epoch):
 
 
 def loader(data_dir, **changes):
-    settings = {"sequence_length": 16, "micro_batch_size": 2, "seed": 1}
-    return TrainLoader(open_split(data_dir, "train"), **(settings | changes))
+    options = {"sequence_length": 16, "micro_batch_size": 2, "seed": 1} | changes
+    return TrainLoader(open_split(data_dir, "train"), **options)
 
 
 def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
