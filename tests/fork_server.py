@@ -52,7 +52,8 @@ def run_script(argv: list[str], env: dict[str, str]) -> int:
 
 def start(request: dict, env: dict[str, str]) -> int:
     """Forks a child that runs the script in `env`; returns its process id."""
-    if (child := os.fork()) > 0:
+    child = os.fork()
+    if child > 0:
         codes[child] = None
         return child
     os.setsid()  # so that a signal to its process group also ends its children

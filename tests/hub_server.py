@@ -47,8 +47,9 @@ class Hub(ThreadingHTTPServer):
 
     def revision(self, repo_id: str, name: str):
         commits = self.repos[repo_id]["commits"]
-        matches = [commit for commit in commits if commit[0] == name]
-        return matches[0] if matches else commits[-1] if name == "main" else None
+        if name == "main":
+            return commits[-1]
+        return next((commit for commit in commits if commit[0] == name), None)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -83,7 +84,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})
         for pattern, handle in ROUTES:
-            if match := re.fullmatch(pattern, path):
+            match = re.fullmatch(pattern, path)
+            if match:
                 return handle(self, body, *match.groups())
         return self.answer(404, {"error": f"no route {path}"})
 

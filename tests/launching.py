@@ -163,7 +163,8 @@ class Forked:
         With `end_others` the failure of one process ends the others, as by torchrun.
         """
         deadline = time.monotonic() + seconds
-        while None in (codes := self.codes()):
+        codes = self.codes()
+        while None in codes:
             if end_others and any(codes):
                 end_others = False
                 self.send_signal(signal.SIGTERM)
@@ -171,6 +172,7 @@ class Forked:
             if time.monotonic() > deadline:
                 self.send_signal(signal.SIGKILL, os.killpg)
             time.sleep(0.005)
+            codes = self.codes()
         return exit_code(codes)
 
     def send_signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:

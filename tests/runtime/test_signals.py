@@ -84,9 +84,11 @@ def test_a_trainer_ends_with_its_launcher_while_it_imports(tiny):
     for library in ("libtorch_cpu", "tokenizers"):  # what the trainer imports first and late
         launcher = started(ACCELERATE, SCRIPT, *as_flags(config))
         process = psutil.Process(launcher.pid)
-        while not (trainers := [p for p in process.children() if "-m" not in p.cmdline()]):
+        trainers = []
+        while not trainers:
             assert launcher.poll() is None
             time.sleep(0.02)
+            trainers = [child for child in process.children() if "-m" not in child.cmdline()]
         maps = Path(f"/proc/{trainers[0].pid}/maps")
         while library not in maps.read_text():
             time.sleep(0.02)
