@@ -71,7 +71,7 @@ def reference(x, weight, targets, case):
         logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
     z = logits[targets != -100].logsumexp(dim=1).square().mean()
     loss = F.cross_entropy(logits, targets) + case.z_loss * z
-    return Result(loss, z, *torch.autograd.grad(loss, (x, weight)))
+    return Result(loss.detach(), z.detach(), *torch.autograd.grad(loss, (x, weight)))
 
 
 def scalars(x, weight, targets, case):
@@ -90,7 +90,7 @@ def ours(x, weight, targets, case, dtype=None):
     autocast = torch.autocast("cpu", dtype, enabled=dtype is not None)
     with autocast, kernel_choices(enabled=case.kernels):
         loss, z = scalars(x, weight, targets, case)
-    return Result(loss, z, *torch.autograd.grad(loss, (x, weight)))
+    return Result(loss.detach(), z, *torch.autograd.grad(loss, (x, weight)))
 
 
 def distance(actual, expected):

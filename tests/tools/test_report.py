@@ -49,8 +49,8 @@ def test_a_browser_opens_the_report_without_an_error(scheme, width, report_dir, 
     page = chromium.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
     errors = []
     urls = []
-    page.on("console", errors.append)
-    page.on("pageerror", errors.append)
+    page.on("console", lambda message: errors.append(message))
+    page.on("pageerror", lambda error: errors.append(error))
     page.on("request", lambda request: urls.append(request.url))
     page.goto((report_dir / "report.html").as_uri())
     assert page.title() == "first, second"
