@@ -27,6 +27,11 @@ def tagged(notebook: nbformat.NotebookNode, tag: str) -> list[nbformat.NotebookN
     return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", [])]
 
 
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Returns the cells with code."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
 def name_of(path: Path) -> str:
     """Returns a notebook's name, for the name of its test."""
     return path.stem
@@ -55,12 +60,11 @@ def test_a_notebook_runs(path, solved, tmp_path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_a_notebook_is_complete(path):
-    notebook, first = read(path), read(NOTEBOOKS[0])
+    notebook = read(path)
     assert notebook.cells[0].source.startswith(f"# {path.name[0]} · ")
-    code, given = (
-        [cell for cell in each.cells if cell.cell_type == "code"] for each in (notebook, first)
-    )
-    assert [cell.source for cell in code[:2]] == [cell.source for cell in given[:2]]
+    code = code_cells(notebook)
+    first = code_cells(read(NOTEBOOKS[0]))  # all notebooks begin alike
+    assert [cell.source for cell in code[:2]] == [cell.source for cell in first[:2]]
     for cell in tagged(notebook, "solution"):
         assert cell.metadata["jupyter"]["source_hidden"]
     outputs = [output for cell in code for output in cell.outputs]

@@ -18,7 +18,8 @@ ROWS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text())
 
 @pytest.mark.parametrize("case", ROWS["forms"], ids=lambda case: case["form"])
 def test_each_form_of_a_pair_is_read(case):
-    good, bad = ({"role": "assistant", "content": text} for text in ("So.", "No."))
+    good = {"role": "assistant", "content": "So."}
+    bad = {"role": "assistant", "content": "No."}
     asked = case["asked"]
     assert read_pair(case["row"], "here") == (asked + [good], asked + [bad])
 
