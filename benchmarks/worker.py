@@ -21,6 +21,7 @@ from reference_model import PlainLoss, slow_gpt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
 from gpt2_accel.optim import build_optimizer
 from gpt2_accel.runtime.accelerator import configure_backends
@@ -71,7 +72,6 @@ def peak_memory() -> int:
 
 def toolkit(job: Job, folder: str, gate: Gate) -> None:
     """This package's `train`; the environment sets precision and compilation, as a launch does."""
-    from gpt2_accel.config import TrainConfig
     from gpt2_accel.train import train
 
     shape = {name: value for name, value in job.shape.items() if name != "vocab_size"}
@@ -144,7 +144,7 @@ def loop(job: Job, folder: str, gate: Gate) -> None:
     torch.manual_seed(1337)
     model = build_model(job).to(DEVICE)
     if job.optimizer == "toolkit":
-        optimizer = build_optimizer(model, lr=LEARNING_RATE, betas=(0.9, BETA2))
+        optimizer = build_optimizer(model, TrainConfig(learning_rate=LEARNING_RATE, beta2=BETA2))
     else:  # "slow" updates each tensor with separate operations
         options = {"fused": False, "foreach": False} if job.optimizer == "slow" else {}
         optimizer = plain_optimizer(model, LEARNING_RATE, BETA2, **options)

@@ -11,10 +11,9 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved, learning_rate
+from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
 from gpt2_accel.runtime.files import write_file
 from gpt2_accel.runtime.options import (
-    REMOVED,
     Parser,
     check_ranges,
     convert,
@@ -217,30 +216,20 @@ class TrainConfig:
         """The length of a row of the model: a sequence, or one answer of a pair."""
         return self.tokens_per_sequence // self.rows
 
-    def learning_rate_at(self, update: float) -> float:
-        """Returns the learning rate after `update` updates of `total_batch_size` tokens."""
-        return learning_rate(
-            update,
-            peak=self.learning_rate,
-            schedule=self.lr_schedule,
-            warmup_steps=self.warmup_steps,
-            max_steps=self.max_steps,
-            min_ratio=self.min_lr_ratio,
-            decay_share=self.decay_share,
-        )
-
     def fit_positions(self, n_positions: int) -> None:
         """Sets `sequence_length` to a model's positions, if they are fewer and it is not given."""
         given = self.sequence_length is not None or "n_positions" in self.given
         if n_positions < self.n_positions and not given:
             self.sequence_length = n_positions
 
-    def set_length(self, tokens: int) -> None:
-        """Sets `max_steps` to `epochs` passes over `tokens` tokens, if `epochs` is given.
+    def fit_data(self, manifest: dict[str, Any]) -> None:
+        """Sets `rows`, and `max_steps` to `epochs` passes over the data, if `epochs` is given.
 
         Raises `ValueError` if that is 2^63 or more.
         """
+        self.rows = 2 if manifest.get("pairs") else 1
         if self.epochs is not None:
+            tokens = manifest["splits"]["train"]["tokens"]
             self.max_steps = max(1, round(self.epochs * tokens / self.total_batch_size))
             check_ranges(self, positive="max_steps")
 
@@ -285,7 +274,7 @@ class TrainConfig:
             )
         ramp = self.ramp_tokens // length
         total = self.max_steps * full
-        return BatchSchedule(full, total, start=start, ramp=ramp, step=step, seen=seen)
+        return BatchSchedule(full, total, start, ramp, step, seen)
 
     def derive(self, **values: float) -> None:
         """Sets the settings that the user did not give. See `derived`."""
@@ -378,17 +367,10 @@ def build_parser(config_class: type, hints: dict[str, Any]) -> Parser:
 
 
 def read_yaml(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Reads the settings, of types `hints`, in a YAML file. Warns of those that were removed."""
+    """Reads the settings, of types `hints`, in a YAML file."""
     values = {}
     for name, value in load_yaml(path, "--config").items():
-        if name in REMOVED and name not in hints:
-            if value != REMOVED[name]:
-                print(f"{path}: {name} was removed and has no effect", file=sys.stderr)
-        elif isinstance(value, dict):
-            raise ValueError(
-                f"{path} has settings below {name!r}: write `name: value` lines without indent"
-            )
-        elif name not in hints:
+        if name not in hints:
             raise ValueError(
                 f"{path} has the unknown setting {name!r}{suggestion(str(name), hints, '')}"
             )

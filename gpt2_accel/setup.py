@@ -45,7 +45,6 @@ from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.models import LanguageModel, ModelConfig, skeleton
 from gpt2_accel.models.any_model import AnyModel, documents_cross
-from gpt2_accel.optim import build_optimizer
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
@@ -61,7 +60,7 @@ def setup(
     accelerator: Accelerator,
     model: "torch.nn.Module | NewModel | None",
     objective: Objective,
-    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None,
+    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer],
     callbacks: Sequence[Any],
 ) -> Run:
     """Builds a run, and loads its state if it resumes. `train` describes the arguments.
@@ -71,11 +70,6 @@ def setup(
     """
     for callback in callbacks:
         check_callback(callback)
-    if not callable(objective):
-        raise ValueError(
-            f"the objective is {objective!r}: give a function of the model and a batch that "
-            "returns the loss"
-        )
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
@@ -83,9 +77,8 @@ def setup(
     with all_or_none():
         open_hub(config.data_dir)
         check_pairs(config.data_dir, wanted=pairs)
-        config.rows = 2 if pairs else 1
         manifest = read_manifest(config.data_dir)
-        config.set_length(manifest["splits"]["train"]["tokens"])
+        config.fit_data(manifest)
     check_agreement(config, accelerator, checkpoint)
     conversations = bool(manifest.get("sequence_length"))
     torch.manual_seed(config.seed)
@@ -108,7 +101,7 @@ def setup(
         if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
-    new_optimizer = (optimizer or default_optimizer)(plain, config)
+    new_optimizer = optimizer(plain, config)
     if not isinstance(new_optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"the optimizer function returns {new_optimizer!r}: return a torch.optim.Optimizer"
@@ -185,18 +178,6 @@ def print_estimate(config: TrainConfig) -> None:
     """
     if os.environ.get("RANK", "0") == "0":
         print(estimate_run(config))
-
-
-def default_optimizer(model: LanguageModel, config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds the optimizer that the settings describe."""
-    return build_optimizer(
-        model,
-        config.optimizer,
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-    )
 
 
 def default_callbacks(

@@ -17,7 +17,7 @@ from gpt2_accel.data.loader import Batch, hash64
 from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
-from gpt2_accel.optim import set_learning_rate, set_training
+from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate, set_training
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, close
 from gpt2_accel.runtime.device import seed_generators
@@ -42,7 +42,7 @@ def train(
     *,
     model: torch.nn.Module | NewModel | None = None,
     objective: Objective = next_token_loss,
-    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] = build_optimizer,
     callbacks: Sequence[Any] = (),
 ) -> bool:
     """Trains a model with the settings of `config`.
@@ -93,7 +93,7 @@ def run_updates(run: Run) -> None:
         # Learning rate, data order and dropout seed are functions of the step, so they have no
         # state to resume.
         first = schedule.first(run.step)  # the position of the update's first sequence in the data
-        lr = config.learning_rate_at(first / schedule.full)
+        lr = learning_rate(config, first / schedule.full)
         set_learning_rate(optimizer, lr, config.learning_rate)
         seed = int(hash64(config.seed, run.step, accelerator.process_index)[0])
         seed_generators(accelerator.device, seed)

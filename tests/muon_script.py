@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gpt2_accel import GPTConfig, cli, optim
 from gpt2_accel.checkpoint.state_dict import full_tensor
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.optim import muon
 
@@ -25,6 +26,7 @@ SHAPES = {
     "GPT": GPTConfig(**SHAPE),
     "Llama": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=10, n_inner=50),
 }
+SETTINGS = TrainConfig(optimizer="muon", learning_rate=0.01)
 
 
 def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
@@ -37,7 +39,7 @@ def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
         return orthogonalize(matrices, count)
 
     with patch.object(muon, "orthogonalize", counted):
-        optimizer = optim.build_optimizer(model, "muon", lr=0.01)
+        optimizer = optim.build_optimizer(model, SETTINGS)
         for _ in range(3):
             model(*tokens).backward()
             optimizer.step()

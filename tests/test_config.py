@@ -91,7 +91,7 @@ def test_a_bad_option_is_refused_in_one_sentence(args, message):
     [
         (b"learning_rat: 1", "did you mean learning_rate"),
         (b"- a\n- b", "`name: value`"),
-        (b"model:\n  n_layer: 4", "c.yaml has settings below 'model'"),
+        (b"model:\n  n_layer: 4", "c.yaml has the unknown setting 'model'"),
         (b"a: [", "c.yaml is not valid YAML: .* line 1"),
         (b"\x89PNG\xff\xfe", "not valid YAML: "),
         (b"profile: 3", "profile, which is not a setting: give it as --profile"),

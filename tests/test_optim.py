@@ -26,7 +26,7 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
     monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
     model = GPT(CONFIG)
     reference = copy.deepcopy(model)
-    ours = build_optimizer(model, "muon", lr=1e-2, weight_decay=0.1)
+    ours = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-2))
     named = dict(reference.named_parameters())
     apart = {  # one parameter per matrix; q, k and v are separate
         name: [torch.nn.Parameter(part.clone()) for part in p.chunk(3 if "c_attn" in name else 1)]
@@ -57,9 +57,10 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
 
 def test_the_schedules_have_known_values():
     def rate(schedule, step):
-        return learning_rate(
-            step, peak=1.0, schedule=schedule, warmup_steps=9, max_steps=109, min_ratio=0.1
+        settings = TrainConfig(
+            learning_rate=1.0, lr_schedule=schedule, warmup_steps=9, max_steps=109
         )
+        return learning_rate(settings, step)
 
     for schedule in ("cosine", "linear", "constant"):
         assert [rate(schedule, 0), rate(schedule, 9)] == pytest.approx([0.1, 1.0])
@@ -91,7 +92,7 @@ def test_a_batch_ramp_counts_tokens():
         assert max(0, full * steps - seen - 3) <= sum(sizes) <= max(0, full * steps - seen)
     config.total_batch_size = 16 * 32
     config.epochs = 1.5
-    config.set_length(400 * 32)  # 600 sequences, 37.5 updates
+    config.fit_data({"splits": {"train": {"tokens": 400 * 32}}})  # 600 sequences, 37.5 updates
     assert config.batch_schedule(1).updates > config.max_steps == 38
     config.ramp_start = 1
     with refused("multiple of"):

@@ -14,7 +14,6 @@ from gpt2_accel.estimate.memory import (
     in_words,
     model_shape,
     planned_model,
-    shard_count,
     state_bytes,
 )
 from gpt2_accel.hf.lora import describe_lora
@@ -60,12 +59,12 @@ def estimate_run(config: TrainConfig) -> str:
     logits = None
     if gpu or not launch.use_cpu:
         logits = logits_at_once(GPUS[gpus[0]].memory, precision)
-    state = state_bytes(config, model, launch.shards)
+    state = state_bytes(config, model, devices if launch.is_fsdp2 else 1)
     memory = state | {"activations": activation_bytes(config, shape, precision, size, logits)}
     needed = sum(memory.values())
 
     used = f"; a token uses {shape.matmul_parameters:,}" if shape.experts_per_token else ""
-    sharded = ", sharded by FSDP2" if launch.shards > 1 else ""
+    sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
     available = f" of {readable_size(GPUS[gpu].memory)}" if gpu else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
@@ -94,9 +93,8 @@ def set_length(config: TrainConfig) -> tuple[int, str]:
     tokens as text. Raises `ValueError` for `epochs` of data that is not prepared."""
     if (Path(config.data_dir) / DATA_MANIFEST).exists():
         manifest = read_manifest(config.data_dir)
+        config.fit_data(manifest)
         tokens = manifest["splits"]["train"]["tokens"]
-        config.rows = 2 if manifest.get("pairs") else 1
-        config.set_length(tokens)
         return manifest["tokenizer"]["vocab_size"], f"{tokens:,} tokens"
     if config.epochs is not None:
         raise ValueError(
@@ -132,8 +130,7 @@ def this_launch() -> Launch:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     on_cpu = "WORLD_SIZE" not in os.environ and launch_device().type == "cpu"
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU", on_cpu)
-    shards = shard_count(processes, os.environ.get("FSDP_VERSION") == "2")
-    return Launch(processes, precision, shards, use_cpu)
+    return Launch(processes, precision, os.environ.get("FSDP_VERSION") == "2", use_cpu)
 
 
 def read_launch(path: str) -> Launch:
@@ -142,13 +139,10 @@ def read_launch(path: str) -> Launch:
     values = load_yaml(path, "--dry_run")
     processes = values.get("num_processes")
     sharding = values.get("fsdp_config") or {}
-    parallelism = values.get("parallelism_config") or {}
     if type(processes) is not int or processes < 1:
         raise ValueError(
             f"{path} has no num_processes: give a config that `accelerate config` wrote"
         )
     precision = values.get("mixed_precision") or "no"  # YAML reads no as False
-    shards = 1
-    if sharding.get("fsdp_version") == 2:
-        shards = processes // parallelism.get("parallelism_config_dp_replicate_size", 1)
-    return Launch(processes, precision, shards, values.get("use_cpu", False))
+    is_fsdp2 = sharding.get("fsdp_version") == 2
+    return Launch(processes, precision, is_fsdp2, values.get("use_cpu", False))

@@ -1,7 +1,6 @@
 """Memory per device of a training run, and the largest micro-batch that fits."""
 
 import logging
-import os
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,26 +35,19 @@ MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocati
 
 @dataclass
 class Launch:
-    """A launch. FSDP2 shards the model over `shards` processes, 1 without FSDP2; `use_cpu` is True
-    without GPUs."""
+    """A launch. `use_cpu` is True without GPUs."""
 
     num_processes: int
     mixed_precision: str
-    shards: int
+    is_fsdp2: bool
     use_cpu: bool
-
-
-def shard_count(processes: int, is_fsdp2: bool) -> int:
-    """Returns the number of processes of a replica, over which FSDP2 shards the model; 1 without
-    FSDP2."""
-    if not is_fsdp2:
-        return 1
-    return processes // int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
 
 
 def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> dict[str, int]:
     """Returns the bytes per device of a model by part: frozen weights, trained weights or the
     adapter, gradients, and optimizer state.
+
+    FSDP2 shards the model over `shards` processes. Replicas of a sharded model are not considered.
 
     AdamW keeps two moments of each trained parameter, Muon one moment of each of its matrices.
     """
@@ -187,7 +179,7 @@ def fitting_batch_size(
     processes = accelerator.num_processes
     plain = unwrap(accelerator, model)
     length = config.tokens_per_sequence
-    shards = shard_count(processes, accelerator.is_fsdp2)
+    shards = processes if accelerator.is_fsdp2 else 1
     state = state_bytes(config, plain, shards)
 
     def needed(size: int) -> int:

@@ -17,43 +17,41 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from gpt2_accel.config import TrainConfig
+
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
-def learning_rate(
-    step: float,
-    *,
-    peak: float,
-    schedule: str = "cosine",
-    warmup_steps: int = 0,
-    max_steps: int,
-    min_ratio: float = 0.1,
-    decay_share: float = 0.2,
-) -> float:
+def learning_rate(settings: "TrainConfig", step: float) -> float:
     """Returns the learning rate of update `step`, which counts from 0.
 
     `step` counts updates of the full batch. It is a fraction during a batch-size ramp and after a
     resume with another batch size, so the rate is a function of the tokens.
 
     Linear warmup over `warmup_steps`; update 0 has a rate above 0. Then one of
-    - `cosine`, `linear`: from `peak` down to `min_ratio * peak` at `max_steps`;
-    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): `peak`, then their
+    - `cosine`, `linear`: from the peak, `learning_rate`, down to `min_lr_ratio` of it at
+      `max_steps`;
+    - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): the peak, then their
       1 - sqrt decay over the last `decay_share` of all steps;
     - `constant`.
     """
+    peak = settings.learning_rate
+    warmup_steps = settings.warmup_steps
+    max_steps = settings.max_steps
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min((step - warmup_steps) / max(max_steps - warmup_steps, 1), 1.0)
-    decay_steps = max(decay_share * max_steps, 1)
+    decay_steps = max(settings.decay_share * max_steps, 1)
     decayed = min(max((step - (max_steps - decay_steps)) / decay_steps, 0.0), 1.0)
     remaining = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,
         "wsd": 1 - math.sqrt(decayed),
         "constant": 1.0,
-    }[schedule]
-    return peak * (min_ratio + (1 - min_ratio) * remaining)
+    }[settings.lr_schedule]
+    lowest = settings.min_lr_ratio
+    return peak * (lowest + (1 - lowest) * remaining)
 
 
 class BatchSchedule:
@@ -69,16 +67,7 @@ class BatchSchedule:
     a resume with another batch size.
     """
 
-    def __init__(
-        self,
-        full: int,
-        total: int,
-        *,
-        start: int = 0,
-        ramp: int = 0,
-        step: int = 0,
-        seen: int = 0,
-    ):
+    def __init__(self, full: int, total: int, start: int, ramp: int, step: int, seen: int):
         self.full = full
         self.step = step
         left = max(0, total - seen)
@@ -143,30 +132,19 @@ def evaluating_optimizer(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
         set_training(optimizer, True)
 
 
-def build_optimizer(
-    model: "nn.Module",
-    name: str = "adamw",
-    *,
-    lr: float,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-) -> "torch.optim.Optimizer":
-    """Builds the optimizer of the parameters that are trained.
+def build_optimizer(model: "nn.Module", settings: "TrainConfig") -> "torch.optim.Optimizer":
+    """Builds the optimizer of the settings, for the parameters that are trained.
 
     `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the other
     parameters. Weight decay applies to matrices and embeddings, not to biases and LayerNorm gains
     (as in the GPT-3 paper and nanoGPT). Muon and AdamW share one learning rate, see `Muon`.
-
-    Raises `ValueError` for an unknown `name`.
     """
     import torch
 
     from gpt2_accel.optim.muon import Muon
 
-    if name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}: choose one of {', '.join(OPTIMIZERS)}")
-    hidden = dict(hidden_matrices(model)) if name == "muon" else {}
+    muon = settings.optimizer == "muon"
+    hidden = dict(hidden_matrices(model)) if muon else {}
     groups: list[dict[str, Any]] = [
         {"params": [], "muon": True},
         {"params": []},
@@ -180,10 +158,16 @@ def build_optimizer(
             number = 0
         groups[number]["params"].append((key, parameter))
     groups = [group for group in groups if group["params"]]  # torch refuses an empty one
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr, betas, eps, weight_decay, fused=True)
+    options: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if not muon:
+        return torch.optim.AdamW(groups, **options, fused=True)
     stacked = {f"{n}.weight": m.stacked for n, m in model.named_modules() if hasattr(m, "stacked")}
-    return Muon(groups, stacked, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return Muon(groups, stacked, **options)
 
 
 def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:

@@ -167,7 +167,7 @@ def exchange(
     return list(parts.split(received))
 
 
-def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor, count: int = 1) -> torch.Tensor:
     """Approximates the nearest semi-orthogonal matrix of each matrix.
 
     Quintic Newton-Schulz iteration with the coefficients of Jordan et al., 2024. Singular values
@@ -184,7 +184,7 @@ def orthogonalize(matrices: torch.Tensor, count: int = 1, steps: int = 5) -> tor
     if tall:
         x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # singular values of at most 1
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).reshape(matrices.shape)

@@ -9,6 +9,7 @@ from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
+from gpt2_accel.optim import learning_rate
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def changed_settings(
     old = former.settings()
     new = config.settings()
     for each, settings in ((former, old), (config, new)):
-        rate = each.learning_rate_at(tokens / each.total_batch_size)
+        rate = learning_rate(each, tokens / each.total_batch_size)
         settings["the schedule's learning rate"] = f"{rate:.3g}"
     return {
         name: f"{name} {value} -> {new[name]} from update {step}"

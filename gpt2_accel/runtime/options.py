@@ -35,19 +35,6 @@ LAUNCH_OPTIONS = """
     precision fp16 bf16 mixed_precision dtype device cpu cuda mps gpus num_gpus devices
     num_processes nodes num_nodes compile torch_compile fsdp deepspeed
 """.split()  # noqa: SIM905
-# Settings of earlier releases, and their defaults.
-REMOVED: dict[str, Any] = {
-    "eval_only": False,
-    "verify_data": False,
-    "gather_fp32": False,
-    "max_bad_steps": 5,
-    "hub_private_repo": True,
-    "license": None,
-    "accelerate_config": None,
-    "device": None,
-}
-
-
 # Name -> the rule in words, and as a condition.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "positive": ("be at least 1", lambda x: x >= 1),
@@ -156,8 +143,6 @@ def suggestion(word: str, names: Collection[str], dashes: str = "--") -> str:
             "RECIPE"
         )
     if meant not in names:
-        if name in REMOVED:
-            return ": it was removed, CHANGELOG.md says what to do instead"
         begun = [known for known in names if known.startswith(name)]
         meant = next(iter(begun or difflib.get_close_matches(name, names, n=1)), None)
     return f": did you mean {dashes}{meant}?" if meant else ": --help lists the settings"

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPTConfig
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.optim import build_optimizer
@@ -117,7 +118,7 @@ def sharded(monkeypatch):
         accelerator = build_accelerator()
         model = config.build()
         return accelerator, *prepare_model(
-            accelerator, model, build_optimizer(model, "adamw", lr=1e-3)
+            accelerator, model, build_optimizer(model, TrainConfig(learning_rate=1e-3))
         )
 
     yield build
