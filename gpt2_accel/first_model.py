@@ -4,14 +4,13 @@ Checks that it fits the data and the settings.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from gpt2_accel.checkpoint.find import verified_directory
-from gpt2_accel.config import ARCHITECTURES, TrainConfig
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import check_tokenizer, read_manifest, read_parts
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
@@ -83,12 +82,6 @@ def users_model(
             f"the model is a {type(model).__name__}, not a module whose config is a ModelConfig: "
             "give what docs/change.md lists"
         )
-    wanted = config.architecture
-    if wanted in ARCHITECTURES and shape.architecture != wanted:
-        raise ValueError(
-            f"--architecture is {wanted}, but the given model is {shape.architecture}: leave out "
-            "--architecture"
-        )
     return cast("LanguageModel", model)  # it has what `Trainable` names
 
 
@@ -145,30 +138,7 @@ def load_model(
             add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
     if config.init_from is not None:
         check_loaded(config, model.config)
-    elif not config.ignore_changes:
-        wanted = shape_values(configured_shape(config, len(tokenizer)))
-        actual = shape_values(model.config)
-        differing = [
-            f"{name} {actual[name]} instead of {value}"
-            for name, value in wanted.items()
-            if name in actual and actual[name] != value
-        ]
-        if differing:
-            raise ValueError(
-                f"{source} has {', '.join(differing)}: resume with the original values, or choose "
-                "another --output_dir for a new model"
-            )
     return model
-
-
-def shape_values(shape: ModelConfig) -> dict[str, Any]:
-    """Returns the values that distinguish shapes, by name.
-
-    A class of `transformers` has the values of its `config.json`.
-    """
-    values = {field.name: getattr(shape, field.name) for field in fields(shape) if field.compare}
-    class_values = values.pop("values", {})
-    return {"architecture": shape.architecture} | values | class_values
 
 
 def adapt(model: LanguageModel, config: TrainConfig) -> None:

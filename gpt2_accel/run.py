@@ -45,6 +45,9 @@ from gpt2_accel.runtime.signals import StopRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Settings that determine the shape of a new model.
+SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
+
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar, or a pair of a scalar and figures to log, all means over what a micro-batch counts."""
 
@@ -133,9 +136,9 @@ class Run:
     def resume(self, checkpoint: Path) -> None:
         """Restores the state of a checkpoint. The model has its weights already.
 
-        Raises `ValueError` if the data or a setting that determines its order has changed, or if
-        the checkpoint has the state of a callback that the run does not have, unless
-        `ignore_changes` is set.
+        Raises `ValueError` if the data, a setting that determines its order or the model's shape
+        has changed, or if the checkpoint has the state of a callback that the run does not have,
+        unless `ignore_changes` is set; and if a setting of LoRA or the dtype has changed.
         """
         config = self.config
         with all_or_none():
@@ -150,8 +153,12 @@ class Run:
             tokens = saved["sequences"] * saved["sequence_length"]
             self.changes = changed_settings(config, saved["settings"], saved["step"], tokens)
             for name, change in self.changes.items():
-                if name.startswith("lora"):
-                    raise ValueError(f"{change}: resume an adapter with its original settings")
+                fixed = name in SHAPE and not config.ignore_changes
+                if fixed or name.startswith(("lora", "dtype")):
+                    raise ValueError(
+                        f"{change}: resume with the original value, or choose another --output_dir "
+                        "for a new model"
+                    )
             self.state = RunState(
                 saved["step"],
                 val_loss=saved["val_loss"],
@@ -164,8 +171,8 @@ class Run:
             self.schedule = config.batch_schedule(self.accelerator.num_processes, self.step, seen)
         self.training_state.load_optimizer(checkpoint, saved)
         with all_or_none():
-            notes = self.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
-        self.accelerator.print(f"resumed from {checkpoint}", *notes, sep="\n")
+            self.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
+        self.accelerator.print(f"resumed from {checkpoint}")
         self.resumes_here = checkpoint.resolve().parent == self.run_dir.resolve()
         if self.resumes_here:
             self._saved_step = self.step

@@ -215,11 +215,6 @@ class TrainingState:
             values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
         return values
 
-    @property
-    def dtype(self) -> str:
-        """The dtype of the weights, as `--dtype` names it."""
-        return str(next(iter(self.parameters.values())).dtype).removeprefix("torch.")
-
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
         """Returns the tensors of each file in `training_state/`, and the rest, for `state.json`.
 
@@ -236,7 +231,6 @@ class TrainingState:
             groups.append({key: value for key, value in now.items() if value != start.get(key)})
         return {"optimizer": tensors, "callbacks": callbacks}, {
             "optimizer": self.name,
-            "dtype": self.dtype,
             "optimizer_values": {"state": others, "groups": groups},
             "callbacks": {name: {} for name in named} | values,
             "scaler": scaler.state_dict() if scaler else None,
@@ -246,18 +240,12 @@ class TrainingState:
         """Loads the state of the optimizer and the scaler from a checkpoint of this model.
 
         `saved` is its `state.json`. All ranks call it. Raises `ValueError` if the state belongs to
-        another optimizer, to weights of another dtype, or to another class of the model.
+        another optimizer, or to another class of the model.
         """
         if saved["optimizer"] != self.name:
             raise ValueError(
                 f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
                 "resume with the --optimizer of the first run"
-            )
-        dtype = saved.get("dtype", self.dtype)
-        if dtype != self.dtype:
-            raise ValueError(
-                f"{checkpoint} has weights in {dtype}, not {self.dtype}: resume with --dtype "
-                f"{dtype}"
             )
         values = saved.get("optimizer_values", {})
         defaults = self.optimizer.defaults
@@ -289,10 +277,8 @@ class TrainingState:
         if self.accelerator.scaler and saved["scaler"]:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 
-    def load_callbacks(
-        self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool
-    ) -> list[str]:
-        """Loads the state of the callbacks; returns a note for each that the checkpoint lacks.
+    def load_callbacks(self, checkpoint: Path, saved: dict[str, Any], ignore_missing: bool) -> None:
+        """Loads the state of the callbacks. One whose state the checkpoint lacks starts new.
 
         `saved` is the checkpoint's `state.json`. Raises `ValueError` for the state of a callback
         that is absent, unless `ignore_missing`.
@@ -304,10 +290,6 @@ class TrainingState:
                 f"{checkpoint} has the state of the callback {min(absent)}, which this run does "
                 "not have: add it, or give --ignore_changes"
             )
-        notes = []
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
-            else:
-                notes.append(f"the callback {name} has no state in {checkpoint}: it starts new")
-        return notes
