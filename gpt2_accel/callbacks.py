@@ -198,7 +198,7 @@ class Trackers(AbstractContextManager):
 
     def on_train_begin(self, run: Run) -> None:
         def start() -> None:
-            for name in dict.fromkeys(self.names):
+            for name in self.names:
                 self.trackers.append(start_tracker(name, run.config, run.metadata, run.step))
 
         on_main_process(start)

@@ -116,7 +116,7 @@ def decay_for(config: Quickstart) -> float:
     from gpt2_accel.runtime.processes import on_main_process, process_state
 
     def saved_settings() -> dict:
-        checkpoint = find_checkpoint(config.resume_from, config.output_dir, lambda _: None)
+        checkpoint = find_checkpoint(config.resume_from, config.output_dir)
         return read_state(checkpoint)["settings"] if checkpoint else {}
 
     saved = on_main_process(saved_settings)

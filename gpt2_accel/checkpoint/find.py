@@ -7,7 +7,7 @@ A manifest has the size and SHA-256 of files: all files of a checkpoint, or the 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,14 +28,11 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
     return sorted(checkpoints, key=step_of)
 
 
-def find_checkpoint(
-    resume_from: str | None, run_dir: str | Path, print_line: Callable[[str], None] = print
-) -> Path | None:
+def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None:
     """Returns the checkpoint that `resume_from` names; None for a new run.
 
-    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported
-    through `print_line`. A Hub id names the checkpoint that a run with `--hub_strategy checkpoint`
-    pushed.
+    `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported. A
+    Hub id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
     Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of
     release 0.1 or if `latest` finds only damaged ones, and `FileExistsError` if the run would
@@ -50,7 +47,7 @@ def find_checkpoint(
             "model: choose another --output_dir"
         )
     if resume_from == "latest":
-        path = newest_intact(checkpoints, print_line)
+        path = newest_intact(checkpoints)
     else:
         path = None if resume_from is None else named_checkpoint(resume_from)
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
@@ -63,7 +60,7 @@ def find_checkpoint(
     return path
 
 
-def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) -> Path | None:
+def newest_intact(checkpoints: list[Path]) -> Path | None:
     """Returns the newest undamaged checkpoint; None if there are no checkpoints.
 
     Raises `ValueError` if all are damaged.
@@ -72,7 +69,7 @@ def newest_intact(checkpoints: list[Path], print_line: Callable[[str], None]) ->
         problem = find_corruption(path)
         if problem is None:
             return path
-        print_line(f"{path} is skipped: {problem}")
+        print(f"{path} is skipped: {problem}")
     if checkpoints:
         raise ValueError(
             f"all checkpoints in {checkpoints[0].parent} are damaged: choose another --output_dir "

@@ -1,6 +1,5 @@
 """Answers in a conversation. Drops its oldest turns if the model has too few positions."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,21 +43,19 @@ def drop_oldest_turns(
     """Drops the oldest turns until `room` of `n_positions` tokens are free.
 
     Returns the messages and the number of their tokens. The system prompt and the last turn stay.
-    The number of renderings is logarithmic in the number of turns. Raises `ValueError` if the last
-    turn is too long or refused.
+    Raises `ValueError` if the last turn is too long or refused.
     """
     turns = list(messages)
     system: list[Message] = []
     while turns and turns[0]["role"] == "system":
         system.append(turns.pop(0))
-    starts = [i for i in range(len(turns)) if i == 0 or turns[i]["role"] == "user"]
-
-    def tokens(start: int) -> int:
-        return len(encode_prompt(tokenizer, system + turns[start:]))
-
-    first = bisect_left(starts, True, key=lambda start: tokens(start) + room <= n_positions)
-    start = starts[min(first, len(starts) - 1)]
-    length = tokens(start)
+    last = len(turns) - 1
+    start = 0
+    length = len(encode_prompt(tokenizer, messages))
+    while length + room > n_positions and start < last:
+        start += 1
+        if turns[start]["role"] == "user":
+            length = len(encode_prompt(tokenizer, system + turns[start:]))
     if length >= n_positions:
         raise ValueError(
             f"the last message has {length:,} tokens with the chat template and the system prompt, "

@@ -85,8 +85,6 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if "" in self.stop:
             raise ValueError("stop holds an empty string: leave it out")
-        if self.compile and self.num_samples > 1:
-            raise ValueError("compile is for one sample: give --num_samples 1")
 
 
 @dataclass
@@ -204,15 +202,13 @@ def tokens(
 ) -> Iterator[list[int]]:
     """Yields the next token of each sample, `sampling.max_new_tokens` times.
 
-    Ignores `sampling.stop`, which `stream` compares with the text. Raises `ValueError` for an empty
-    prompt, and for logits that are not finite.
+    A prompt has at least one token. Ignores `sampling.stop`, which `stream` compares with the text.
+    Raises `ValueError` for logits that are not finite.
     """
     n_positions = model.config.n_positions
     rows = []
     generators = []
     for prompt in prompts:
-        if not prompt:
-            raise ValueError("the prompt has no tokens: give at least one")
         for i in range(sampling.num_samples):
             rows.append(prompt[-n_positions:])
             generators.append(torch.Generator(model.device).manual_seed(sampling.seed + i))

@@ -41,11 +41,10 @@ def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    *,
     vocab_size: int,
-    reduction: str = "mean",
-    z_loss: float = 0.0,
-    soft_cap: float | None = None,
+    reduction: str,
+    z_loss: float,
+    soft_cap: float | None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy in nats of the logits `x @ weight.T`.
 

@@ -204,7 +204,7 @@ class LanguageModel(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None = None,
+        cache: Sequence[Past] | None,
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 

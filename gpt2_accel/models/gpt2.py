@@ -35,8 +35,8 @@ class GPTConfig(ModelConfig):
     the biases of all Linear and LayerNorm modules (nanoGPT's option). `gelu` is `tanh`, GPT-2's
     approximation, or `none`, the exact function, which nanoGPT uses.
 
-    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, `dropout`
-    is not in [0, 1), or `gelu` is neither `tanh` nor `none`.
+    Raises `ValueError` if a size is not positive, `n_embd` is not divisible by `n_head`, or
+    `dropout` is not in [0, 1).
     """
 
     architecture = "gpt2"
@@ -59,8 +59,6 @@ class GPTConfig(ModelConfig):
                 f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}): "
                 "choose n_embd as a multiple of n_head"
             )
-        if self.gelu not in ("tanh", "none"):
-            raise ValueError(f"gelu must be 'tanh' or 'none', got {self.gelu!r}")
         self.n_kv_head = self.n_head
         self.head_dim = self.n_embd // self.n_head
 
@@ -186,7 +184,7 @@ class GPT(LanguageModel):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None = None,
+        cache: Sequence[Past] | None,
     ) -> torch.Tensor:
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):

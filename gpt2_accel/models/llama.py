@@ -235,7 +235,7 @@ class Llama(LanguageModel):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None = None,
+        cache: Sequence[Past] | None,
     ) -> torch.Tensor:
         x = self.embed(input_ids)  # (B, T, C)
         config = self.config

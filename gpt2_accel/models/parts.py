@@ -186,13 +186,7 @@ def head_loss(
         flat = flat[counts]
     if cross_entropy.applies(x, weight):
         loss = cross_entropy.linear_cross_entropy(
-            x,
-            weight,
-            flat,
-            vocab_size=vocab_size,
-            reduction=reduction,
-            z_loss=z_loss,
-            soft_cap=soft_cap,
+            x, weight, flat, vocab_size, reduction, z_loss, soft_cap
         )
     else:
         # The product includes the padding rows, which is the faster shape. A bias of -inf removes
@@ -218,7 +212,7 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 
 
 def logits_loss(
-    logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean", z_loss: float = 0.0
+    logits: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Returns the cross-entropy of logits.
 
