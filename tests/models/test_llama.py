@@ -128,6 +128,15 @@ def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_new_projections_to_the_residual_stream_are_smaller(kind):
+    """By 1 / sqrt(2 · n_layer): the GPT-2 paper, section 2.3."""
+    smaller = ("o_proj.weight", "down_proj.weight", "fc2.weight")
+    for name, weight in tiny(kind, n_layer=8).build().named_parameters():
+        if weight.ndim > 1:
+            std = 0.02 / 4 if name.endswith(smaller) else 0.02
+            assert weight[:100].std().item() == pytest.approx(std, rel=0.1), name
+
+
 def test_muon_updates_neither_embedding_nor_head(kind):
     names = {name for name, _ in hidden_matrices(tiny(kind, tied=False).build())}
     of_layer = 6 if kind is NanochatConfig else 7
