@@ -21,6 +21,8 @@ from gpt2_accel.runtime.files import first_line
 if TYPE_CHECKING:
     import tiktoken
     from transformers import PreTrainedTokenizerBase
+else:  # the name for annotations in other modules: to import transformers takes seconds
+    PreTrainedTokenizerBase = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB_SIZE = 50257
@@ -157,14 +159,13 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def save_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", folder: str | Path, name: str | Path | None = None
+    tokenizer: "PreTrainedTokenizerBase", folder: str | Path, name: str | Path
 ) -> None:
-    """Writes the files of a tokenizer; `name` replaces `folder` in errors.
+    """Writes the files of a tokenizer; errors name the folder `name`.
 
     Raises `ValueError` if decoding does not give back a text, and if the folder holds a model, with
     a `config.json`, and `AutoTokenizer` loads other token ids from it.
     """
-    name = name or folder
     check_text(tokenizer, name)
     # A `tokenizer.json` may have truncation or padding, and a call of the tokenizer may leave them.
     tokenizer.backend_tokenizer.no_truncation()

@@ -19,9 +19,8 @@ import pytest
 from conftest import make_text, read_json, small_notebook
 from launching import ROOT
 
-from gpt2_accel.runtime.recipe_command import FOLDERS
-
 LONG = os.environ.get("INSTALL") == "long"
+FOLDERS = ("recipes", "accelerate_configs", "benchmarks")  # inside the package in a wheel
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 32 --micro_batch_size 2"
 SMALL += " --total_batch_size 128 --max_steps 3 --eval_every 0 --sample_every 0"

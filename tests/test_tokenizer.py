@@ -269,7 +269,7 @@ def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name,
         loaded = load_tokenizer(tmp_path / "model")
         assert loaded.decode(encode(loaded, ["0, 0"])[0]) == "0, 0"
         return
-    for use in (load_tokenizer, lambda folder: save_tokenizer(tokenizer, folder)):
+    for use in (load_tokenizer, lambda folder: save_tokenizer(tokenizer, folder, folder)):
         with refused("model has a tokenizer that puts a space"):
             use(tmp_path / "model")
 
@@ -310,5 +310,5 @@ def test_truncation_and_padding_do_not_reach_the_data(tmp_path):
     for _ in range(2):
         assert encode(tokenizer, [PROBE, "a"]) == expected
         tokenizer(TEXT, truncation=True, max_length=5)
-    save_tokenizer(tokenizer, tmp_path / "saved")
+    save_tokenizer(tokenizer, tmp_path / "saved", "saved")
     assert Tokenizer.from_file(str(tmp_path / "saved/tokenizer.json")).truncation is None

@@ -5,7 +5,6 @@ The process is replaced by the recipe's process or Accelerate's launcher, which 
 and sets its exit code.
 """
 
-import difflib
 import os
 import platform
 import shlex
@@ -157,13 +156,8 @@ def find(kind: str, name: str, shipped: dict[str, Path]) -> Path:
 
 
 def unknown(kind: str, given: str, names: Iterable[str]) -> str:
-    """Returns the message about words that name nothing, with a similar name or all names."""
-    names = list(names)
-    close: list[str] = []
-    for word in given.split():
-        close += difflib.get_close_matches(word, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
-    return f"there is no {kind} {given!r}: {hint}"
+    """Returns the message about words that name nothing, with the known names."""
+    return f"there is no {kind} {given!r}: choose one of {', '.join(names)}"
 
 
 def fitting_launch() -> list[str]:

@@ -3,15 +3,12 @@
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gpt2_accel.runtime.files import first_line
-from gpt2_accel.tokenizer import special_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PIECES = (

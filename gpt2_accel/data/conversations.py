@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -36,10 +36,7 @@ from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import special_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 
 # Why a conversation or a pair is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"

@@ -187,10 +187,9 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
     in none of the forms, and `Problem` for a pair that cannot be trained on.
     """
     if not isinstance(row, dict) or not row.keys() >= {"chosen", "rejected"}:
-        content = list(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(
-            f"{place}, has {content}, not a pair of answers: write prompt, chosen and rejected, "
-            "each a text or a list of messages"
+            f"{place}, is not a pair of answers: write prompt, chosen and rejected, each a text or "
+            "a list of messages"
         )
     chosen = read_answer(row, "chosen", place)
     rejected = read_answer(row, "rejected", place)

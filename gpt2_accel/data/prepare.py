@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -45,6 +45,7 @@ from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
     GPT2_FINGERPRINT,
+    PreTrainedTokenizerBase,
     describe_marks,
     document_marks,
     fingerprint,
@@ -52,9 +53,6 @@ from gpt2_accel.tokenizer import (
     text_start,
     token_encoder,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SHARD_TOKENS = 100_000_000
 GROUP = 2**18  # characters that a thread tokenizes at once, if chunks are shorter

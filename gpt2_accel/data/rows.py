@@ -69,9 +69,8 @@ def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
         try:
             value = parse_json(line)
         except ValueError as error:
-            reason = re.sub(r"( at)?: line 1 (column \d+) .*", r" at \2", str(error))
             raise ValueError(
-                f"{place}, is not valid JSON in UTF-8 ({reason}): correct, convert or remove it"
+                f"{place}, is not valid JSON in UTF-8: correct, convert or remove it"
             ) from error
         if isinstance(value, list) and number == 1:
             for i, row in enumerate(value):

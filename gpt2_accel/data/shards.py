@@ -55,7 +55,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -65,10 +64,7 @@ from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
 from gpt2_accel.runtime.files import parse_json, plain_name, sync
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.runtime.recipe_command import recipe_command
-from gpt2_accel.tokenizer import fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint
 
 VERSION = 1
 PACKED_VERSION = 2
@@ -185,13 +181,12 @@ def read_manifest(data_dir: str | Path) -> dict:
     if not path.is_file():
         manifest = third_party_manifest(folder)
         if manifest is None:
-            places = ["FILE_OR_FOLDER", "--data_dir", data_dir]
-            if os.path.exists(data_dir):
-                places = [data_dir, "--data_dir", "NEW_FOLDER"]
-            command = recipe_command("prepare_data", "text", *places)
+            command = recipe_command(
+                "prepare_data", "text", "FILE_OR_FOLDER", "--data_dir", "NEW_FOLDER"
+            )
             raise FileNotFoundError(
-                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare the "
-                f"data first, by {command}"
+                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare "
+                f"text first, by {command}"
             )
         return manifest
     with suppress(ValueError, KeyError, TypeError, AttributeError):

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,11 +25,7 @@ from gpt2_accel.data.documents import (
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
 from gpt2_accel.runtime.files import first_line
-from gpt2_accel.tokenizer import document_marks
-
-if TYPE_CHECKING:
-    from huggingface_hub import DatasetInfo
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks
 
 TABLES = {".csv", ".tsv"}  # rows that are not read; their syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # approximate factors
@@ -159,7 +154,7 @@ def token_ids(
 
 
 def corpus_files(
-    names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None" = None
+    names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None"
 ) -> list[Source]:
     """Returns the sources of files: first plain text, then rows. `names` maps paths to names.
 
@@ -186,7 +181,7 @@ def corpus_files(
 def row_files(
     paths: Sequence[str],
     column: str,
-    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    tokenizer: "PreTrainedTokenizerBase | None",
     one_in: int = HELD_OUT,
 ) -> list[Source]:
     """Returns the sources of files of rows; `column` has texts, or token ids of `tokenizer`.
@@ -309,10 +304,10 @@ def read_text(path: str | Path) -> str:
 def hub_files(
     name: str,
     *,
-    config: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    data_files: str | None = None,
+    config: str | None,
+    split: str,
+    revision: str | None,
+    data_files: str | None,
 ) -> tuple[list[str], str | None]:
     """Returns the files of a data set on the Hub, and its revision (a commit).
 
@@ -330,7 +325,7 @@ def hub_files(
             "selects files of a folder"
         )
     if not constants.HF_HUB_OFFLINE:
-        revision = data_set_info(name, revision).sha  # `datasets` retries for longer
+        revision = commit_of(name, revision)  # `datasets` retries for longer
     try:
         builder = load_dataset_builder(name, config, data_files=data_files, revision=revision)
     except Exception as error:  # several types; an empty name gives an IndexError
@@ -350,17 +345,17 @@ def hub_files(
     return files, revision
 
 
-def data_set_info(name: str, revision: str | None, **options: Any) -> "DatasetInfo":
-    """Returns the Hub's description of a data set, with its commit.
+def commit_of(name: str, revision: str | None) -> str | None:
+    """Returns the commit of a data set on the Hub.
 
-    `options` go to the client's `dataset_info`. It sends one request, so that a wrong name or a
-    missing network is reported within seconds. Raises `OSError` if the Hub has no such data set or
-    revision that may be read, or cannot be reached.
+    It sends one request, so that a wrong name or a missing network is reported within seconds.
+    Raises `OSError` if the Hub has no such data set or revision that may be read, or cannot be
+    reached.
     """
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER, **options)
+        return HfApi().dataset_info(name, revision=revision, timeout=SECONDS_TO_ANSWER).sha
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
             f"the data set {name} cannot be found on the Hub ({first_line(error)}): check its name "

@@ -21,22 +21,20 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gpt2_accel.tokenizer import (
     GPT2_FINGERPRINT,
     GPT2_VOCAB_SIZE,
+    PreTrainedTokenizerBase,
     fingerprint,
     gpt2_tokenizer,
     load_tokenizer,
     text_ends,
     text_start,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin")
 LLMC_HEADER = 256 * 4  # bytes

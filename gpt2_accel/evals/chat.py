@@ -5,7 +5,7 @@ model's chat template renders the prompt, and the answer is generated greedily.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,9 +18,7 @@ from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.progress import progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 256  # the longest answer
 BATCH_SIZE = 64  # answers that are generated at once

@@ -8,15 +8,13 @@ llm.c) or in characters (`acc_norm_per_char`, as in lm-evaluation-harness, which
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question, lengths_of
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 
 class HellaSwag(LikelihoodTask):

@@ -11,7 +11,7 @@ uncompiled: compiling for each row length takes longer than the task.
 
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +21,7 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.runtime.device import to_device
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import encode, text_start
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 
 BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
 LOGIT_VALUES = 2**27  # maximum logits of a batch with logits at all positions: 512 MiB in fp32
@@ -116,7 +113,7 @@ def log_likelihoods(
     accelerator: Accelerator,
     model: torch.nn.Module,
     questions: Sequence[Question],
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool],
     greedy: bool = False,
 ) -> list[list[float]]:
     """Returns the log-likelihood in nats of each continuation of each question, on all ranks. All

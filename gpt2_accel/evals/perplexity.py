@@ -8,16 +8,13 @@ full. A shorter stride gives tokens more context and takes longer.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, Row
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.tokenizer import encode, text_start
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 
 
 class TextPerplexity(LikelihoodTask):

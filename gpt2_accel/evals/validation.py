@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +19,7 @@ from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 Measure = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 """(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum; `counted`,
@@ -44,7 +41,7 @@ def per_window(
     loader: EvalLoader,
     measure: Measure,
     title: str,
-    interrupted: Callable[[], bool] = lambda: False,
+    interrupted: Callable[[], bool],
 ) -> dict[str, torch.Tensor] | None:
     """Returns the figures of all windows of `loader`, (windows,) fp32 each, on the CPU.
 

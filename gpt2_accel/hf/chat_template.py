@@ -8,7 +8,6 @@ is saved with its original template.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +18,7 @@ from gpt2_accel.hf.convert import model_tokenizer
 from gpt2_accel.hf.tensors import conversion
 from gpt2_accel.models import LanguageModel, filled
 from gpt2_accel.models.any_model import AnyModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 BEGIN_TURN = "<|im_start|>"
 END_TURN = "<|im_end|>"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,7 @@ from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.tensors import HEAD, to_hf
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.models.any_model import AnyModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 TOKENS = 64  # largest number of tokens that both models read
 LIMIT = 1e-4  # largest difference, in standard deviations of the logits; fp32 rounding: 3e-6

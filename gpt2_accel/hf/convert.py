@@ -26,7 +26,6 @@ from gpt2_accel.hf.safetensors_files import (
     is_adapter,
     read_tensors,
     weight_files,
-    write_safetensors,
 )
 from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
 from gpt2_accel.models import LanguageModel, ModelConfig, config_class
@@ -64,9 +63,9 @@ def save_pretrained(
 
     `training` is the card's section about the training, `name` the model's name in it, by default
     the directory. The files have the dtype of the weights. Each file is replaced atomically, so a
-    directory in use never holds an incomplete file. There is no second copy of the weights in
-    memory. Raises `ValueError` if the tokenizer has more tokens than the model has rows, or does
-    not encode equally when `AutoTokenizer` loads it.
+    directory in use never holds an incomplete file. A transposed matrix is copied in memory. Raises
+    `ValueError` if the tokenizer has more tokens than the model has rows, or does not encode
+    equally when `AutoTokenizer` loads it.
     """
     from transformers import GenerationConfig
 
@@ -93,12 +92,13 @@ def save_pretrained(
                 adapter = opening_lines(model)
         else:
             generation.save_pretrained(folder)
+            tensors = model.state_dict()
             if not custom:
                 hf_config(config, ids, model.dtype).save_pretrained(folder)
-            if model.device.type != "meta" and custom:  # its buffers have any dtype
-                save_file(model.state_dict(), folder / WEIGHTS, {"format": "pt"})
-            elif model.device.type != "meta":
-                write_safetensors(folder / WEIGHTS, to_hf(model))
+                tensors = to_hf(model)
+            if model.device.type != "meta":
+                packed = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+                save_file(packed, folder / WEIGHTS, {"format": "pt"})
         card = model_card(
             name or str(directory),
             describe(config),

@@ -39,8 +39,7 @@ MODEL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "README.md",
-    "LICENSE",
-    "LICENSE.*",
+    "LICENSE*",
     PICTURE,
 )
 # Checksums of a run's final model. They belong to the folder and are not uploaded: a repository's

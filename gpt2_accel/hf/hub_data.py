@@ -8,10 +8,12 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.shards import DATA_MANIFEST, HUB, folder_of, read_manifest, verify_data
-from gpt2_accel.data.sources import data_set_info
+from gpt2_accel.data.shards import HUB, folder_of, read_manifest, verify_data
 from gpt2_accel.hf.hub import check_push, push
-from gpt2_accel.runtime.files import check_unused, first_line, readable_size, write_file
+from gpt2_accel.runtime.files import check_unused, first_line, write_file
+
+# Of `data/shards.py` and `data/third_party.py`; other data sets may be large.
+DATA_FILES = ["manifest.json", "tokenizer/*", "*.bin", "*.ds", "*.ds.metadata", "README.md"]
 
 CARD = """---
 license: other
@@ -50,32 +52,27 @@ def open_hub(data_dir: str | Path) -> None:
 def pull_data(name: str, data_dir: str | Path) -> dict:
     """Downloads prepared data, `USER/NAME` or `USER/NAME@REVISION`, into the new folder `data_dir`.
 
-    Prints the size first. A download that was interrupted continues. Returns the manifest. Raises
-    `OSError` if the Hub has no such data or cannot be reached, `ValueError` if it is not prepared
-    data or a file is damaged.
+    A download that was interrupted continues. Returns the manifest. Raises `OSError` if the Hub has
+    no such data or cannot be reached, `ValueError` if a file is damaged.
     """
     from huggingface_hub import snapshot_download
 
     data_dir = Path(data_dir)
     check_unused(data_dir)
     repo_id, _, revision = name.partition("@")
-    info = data_set_info(repo_id, revision or None, files_metadata=True)
-    files = info.siblings or []
-    if not any(file.rfilename.endswith((DATA_MANIFEST, ".bin", ".ds")) for file in files):
-        raise ValueError(
-            f"{repo_id} holds no prepared data, since {DATA_MANIFEST} is missing: prepare its text "
-            "by prepare_data.py hf"
-        )
-    size = sum(file.size or 0 for file in files)
-    print(f"{repo_id}: {len(files):,} files, {readable_size(size)}", flush=True)
-    commit = str(info.sha)
-    work = data_dir.with_name(f".{data_dir.name}.{commit[:12]}.partial")
+    work = data_dir.with_name(f".{data_dir.name}.partial")
     try:
-        snapshot_download(repo_id, repo_type="dataset", revision=commit, local_dir=work)
+        snapshot_download(
+            repo_id,
+            repo_type="dataset",
+            revision=revision or None,
+            allow_patterns=DATA_FILES,
+            local_dir=work,
+        )
     except Exception as error:  # the HTTP client's errors differ between its versions
         raise OSError(
-            f"{repo_id} could not be downloaded ({first_line(error)}): start the same command "
-            "again, it continues"
+            f"{name} could not be downloaded ({first_line(error)}): check the name, the network "
+            "and the login, and start the same command again, it continues"
         ) from error
     shutil.rmtree(work / ".cache", ignore_errors=True)
     verify_data(work)
@@ -83,7 +80,7 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
     return read_manifest(data_dir)
 
 
-def push_data(data_dir: str | Path, repo_id: str, *, private: bool = True) -> str:
+def push_data(data_dir: str | Path, repo_id: str, *, private: bool) -> str:
     """Uploads a data folder, with a data set card in its `README.md` unless there is one.
 
     First checks the shards. Other trainers' token files have no manifest and get none. Returns the

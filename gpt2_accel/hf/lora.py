@@ -7,31 +7,18 @@ An adapter's directory has `peft`'s files: `adapter_config.json`, which names th
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.hf.safetensors_files import ADAPTER
 from gpt2_accel.models import LanguageModel, skeleton
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.runtime.files import parse_json
 
-if TYPE_CHECKING:
-    from gpt2_accel.config import TrainConfig
-
 NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it by --init_from"
 # Experts' parameters whose names begin so get no adapter.
 ROUTERS = ("gate.", "router.")
-
-
-def peft_library() -> ModuleType:
-    """Imports `peft`. Raises `ValueError` if it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError("LoRA needs peft: pip install 'peft>=0.20'") from error
-    return peft
 
 
 def base_of(directory: Path) -> str:
@@ -42,13 +29,14 @@ def base_of(directory: Path) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base: str) -> None:
+def add_lora(model: AnyModel, settings: TrainConfig, rows: Sequence[int], base: str) -> None:
     """Adds a new adapter to the linear layers and experts, without head and routers.
 
     From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
     and the head. `base` is the model as `base_of` returns it. Raises peft's errors.
     """
-    peft = peft_library()
+    import peft
+
     inner = model.inner
     ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
     trained = {name: list(rows) for name, module in inner.named_modules() if module in ends}
@@ -62,7 +50,9 @@ def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base
         task_type="CAUSAL_LM",
     )
     # Adds the names of the layers and of the experts' parameters to the config.
-    peft.get_peft_model(skeleton(model).inner, config)
+    empty = skeleton(model)
+    assert isinstance(empty, AnyModel)
+    peft.get_peft_model(empty.inner, config)
     parameters = config.target_parameters or ()
     config.target_parameters = [n for n in parameters if not n.startswith(ROUTERS)] or None
     model.adapter = (peft.get_peft_model(inner, config),)
@@ -72,20 +62,21 @@ def add_lora(model: AnyModel, settings: "TrainConfig", rows: Sequence[int], base
 
 def load_lora(model: AnyModel, directory: Path) -> None:
     """Adds the adapter of a directory to its base model, to be trained on."""
-    options = {"is_trainable": True, "torch_device": "cpu"}
-    model.adapter = (peft_library().PeftModel.from_pretrained(model.inner, directory, **options),)
+    import peft
+
+    adapter = peft.PeftModel.from_pretrained(
+        model.inner, directory, is_trainable=True, torch_device="cpu"
+    )
+    model.adapter = (adapter,)
 
 
 def describe_lora(model: AnyModel) -> str:
-    """Returns a line with the layers that have an adapter, and the number of its parameters."""
-    config = model.adapter[0].peft_config["default"]
-    layers = list(config.target_modules) + list(config.target_parameters or ())
-    names = sorted({name.split(".")[-1] for name in layers})
+    """Returns a line with the number of trained parameters."""
     trained, total = model.adapter[0].get_nb_trainable_parameters()
-    return f"LoRA of rank {config.r} on {', '.join(names)}: {trained:,} of {total:,} parameters"
+    return f"LoRA trains {trained:,} of {total:,} parameters"
 
 
-def set_dtype(model: LanguageModel, settings: "TrainConfig") -> None:
+def set_dtype(model: LanguageModel, settings: TrainConfig) -> None:
     """Converts a model to the `dtype` of the settings; with LoRA, not the trained parameters."""
     dtype = getattr(torch, settings.dtype)
     for parameter in model.parameters():

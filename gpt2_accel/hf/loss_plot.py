@@ -11,6 +11,8 @@ from gpt2_accel.runtime.files import atomic_file, read_json_lines
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:  # the name for annotations in other modules: matplotlib is optional
+    Figure = "Figure"
 
 # Adapted from Okabe and Ito (2008) and Paul Tol: colour-blind readers can tell them apart, on black
 # and on white.

@@ -1,10 +1,9 @@
-"""Reads weight files, HF's safetensors in one file or sharded, and writes them.
+"""Finds and reads weight files: HF's safetensors in one file or sharded.
 
-Tensors are written and read one at a time, so that a model is never in memory twice.
+Tensors are read one at a time, so that a model is never in memory twice.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,34 +13,7 @@ from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors of `SAFETENSORS_DTYPES`, one at a time.
-
-    The file equals the file of `safetensors.torch.save_file` to the byte. That function needs all
-    tensors contiguous in host memory at once, for GPT-2's transposed views and padded embedding a
-    second copy: it took 1.08 times the 124M's size in additional memory, this function 0.02 times.
-    Format: https://huggingface.co/docs/safetensors.
-    """
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    tensors = dict(sorted(tensors.items()))
-    for name, tensor in tensors.items():
-        start = end
-        end += tensor.nbytes
-        header[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_adapter(directory: Path) -> bool:
@@ -53,8 +25,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Returns the weight files of a model directory that `transformers` takes.
 
     One file of safetensors, or without it the shards that an index lists; the adapter's file in an
-    adapter's directory. Raises `FileNotFoundError` if one of them is missing, `ValueError` for a
-    damaged index and for an adapter beside a model, which `transformers` would add to the weights.
+    adapter's directory. Raises `FileNotFoundError` if one of them is missing, `ValueError` for
+    an adapter beside a model, which `transformers` would add to the weights.
     """
     if is_adapter(directory):
         return [directory / "adapter_model.safetensors"]
@@ -67,11 +39,8 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / f"{WEIGHTS}.index.json"
     files = [single]
     if index.is_file() and not single.is_file():
-        try:
-            listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({directory / Path(name).name for name in listed.values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged: download or save it again") from error
+        listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({directory / Path(name).name for name in listed.values()})
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gpt2_accel.hf import Conversion
-from gpt2_accel.hf.safetensors_files import SAFETENSORS_DTYPES
+from gpt2_accel.hf.safetensors_files import WEIGHT_DTYPES
 from gpt2_accel.models import LanguageModel, ModelConfig, filled
 from gpt2_accel.models.any_model import AnyModel
 
@@ -55,7 +55,7 @@ def to_hf(model: LanguageModel) -> dict[str, torch.Tensor]:
 def from_hf(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config: ModelConfig,
-    source: str = "the state dict",
+    source: str,
 ) -> LanguageModel:
     """Returns a model of this config with a copy of HF's weights, in fp32 on the CPU.
 
@@ -103,7 +103,7 @@ def validated(
         shape = tensor.shape  # right for a tied head: `load_hf` compares it with the embedding
         if key in expected:
             shape = expected[key].shape
-        if tensor.shape != shape or tensor.dtype not in SAFETENSORS_DTYPES:
+        if tensor.shape != shape or tensor.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "
                 f"{tensor.dtype}, expected {tuple(shape)}, fp32, fp16 or bf16"

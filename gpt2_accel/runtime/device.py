@@ -245,9 +245,9 @@ def reports_out_of_memory(device: torch.device) -> bool:
 
 
 @overridable
-def total_memory(device: torch.device | None = None) -> int:
+def total_memory(device: torch.device) -> int:
     """Returns the memory of a CUDA device, otherwise of the machine, in bytes."""
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total
 

@@ -244,10 +244,8 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def plain_name(name: object) -> bool:
+def plain_name(name: str) -> bool:
     """Whether `name` is a relative path that stays below its folder."""
-    if not isinstance(name, str):
-        return False
     return name != "" and not name.startswith("/") and ".." not in name.split("/")
 
 

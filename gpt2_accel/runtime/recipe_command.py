@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-FOLDERS = ("recipes", "accelerate_configs", "benchmarks")
 # Sub-command of `gpt2-accel` -> the recipe that it runs in one process.
 COMMANDS = {
     "prepare-data": "prepare_data",
@@ -30,7 +29,7 @@ COMMANDS = {
 
 
 def folder(name: str) -> Path:
-    """Returns the path of one of `FOLDERS`."""
+    """Returns the path of a shipped folder, such as `recipes`."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 

@@ -4,16 +4,14 @@ import html
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
 from gpt2_accel.generation import chat
 from gpt2_accel.generation.sampling import Sampling, stream, user_turn
 from gpt2_accel.models import LanguageModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 # Gradio sometimes covers a stopped text with "Error".
 CSS = """

@@ -4,11 +4,10 @@ It shows the content of a run's folder so far, of release 0.3 or later.
 """
 
 import io
-import warnings
 from collections.abc import Iterable
 from itertools import chain, cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment
 
@@ -21,6 +20,7 @@ from gpt2_accel.hf.loss_plot import (
     INK,
     LOSS_STYLES,
     LOSS_TITLE,
+    Figure,
     add_legend,
     chart,
     curve_points,
@@ -29,16 +29,19 @@ from gpt2_accel.hf.loss_plot import (
 from gpt2_accel.runtime.files import atomic_files, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 # Horizontal axes: label, key in `metrics.jsonl`, and factor, None for the run's FLOPs per token.
 AXES = {
     "tokens": ("tokens", "tokens", 1),
     "hours": ("hours of training", "train/seconds", 1 / 3600),
     "flops": ("FLOPs", "tokens", None),
 }
-TRAINING = ("learning_rate", "grad_norm", "tokens_per_second", "mfu", "memory_gb")
+TRAINING = (
+    "train/learning_rate",
+    "train/grad_norm",
+    "train/tokens_per_second",
+    "train/mfu",
+    "train/memory_gb",
+)
 METADATA = ("parameters", "data", "hardware", "git_commit")  # keys of `run.json`
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
@@ -89,14 +92,6 @@ class RunFolder:
         if not factor:
             return [], []
         return curve_points(self.lines, name, key, factor)
-
-
-def __getattr__(name: str) -> type[RunFolder]:
-    """Gives the name `Run` of 0.4."""
-    if name != "Run":
-        raise AttributeError(name)
-    warnings.warn("Run was renamed: use RunFolder", FutureWarning, stacklevel=2)
-    return RunFolder
 
 
 def write_report(runs: list[RunFolder], folder: str | Path) -> Path:
@@ -199,8 +194,7 @@ def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
             add_legend(figure.axes[0])
             name = "loss" if axis == "tokens" else f"loss-over-{axis}"
             figures[name] = figure
-    training = [f"train/{name}" for name in TRAINING]
-    for name in list(metrics) + training:
+    for name in chain(metrics, TRAINING):
         figure = draw_one(runs, name, {name: {"linewidth": 1.3}}, "tokens")
         if figure is not None:
             figures[name.replace("/", "-")] = figure
@@ -213,14 +207,13 @@ def draw_one(
     """Draws metrics, by their styles, of all runs over one of `AXES`; returns None for fewer than
     two values."""
     curves = []
-    for name, style in styles.items():
-        for run, colour in zip(runs, cycle(COLOURS), strict=False):
+    for run, colour in zip(runs, cycle(COLOURS), strict=False):
+        for name, style in styles.items():
             x, y = run.curve(name, axis)
             curves.append((x, y, dict(style, color=colour)))
+        curves.append(([], [], {"label": run.name, "color": colour}))
     if max(len(x) for x, _, _ in curves) < 2:
         return None
-    for run, colour in zip(runs, cycle(COLOURS), strict=False):
-        curves.append(([], [], {"label": run.name, "color": colour}))
     return chart(title, AXES[axis][0], curves, scientific=axis == "flops")
 
 

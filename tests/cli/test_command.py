@@ -99,10 +99,10 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sampel --model x", "did you mean sample"),
-        ("launch cpu pretrian_124m", "did you mean pretrain-124m"),
-        ("launch 8xa10 quickstart", "did you mean 8xa100"),
-        ("config nanogpt_openwebtxt", "did you mean nanogpt-openwebtext"),
+        ("sampel --model x", "no command 'sampel': choose one of .*sample,"),
+        ("launch cpu pretrian_124m", "choose one of .*pretrain-124m,"),
+        ("launch 8xa10 quickstart", "choose one of .*8xa100,"),
+        ("config nanogpt_openwebtxt", "choose one of .*nanogpt-openwebtext,"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, started):

@@ -38,7 +38,7 @@ def pair(prompt="Why?", chosen="So.", rejected="No.", **others):
 
 @pytest.mark.parametrize("row", [{"text": "x"}, {"prompt": "Why?", "chosen": "So."}, ["So."], None])
 def test_a_row_that_is_not_a_pair_is_refused(row):
-    with refused("here, has "):
+    with refused("here, is not a pair of answers"):
         read_pair(row, "here")
 
 

@@ -32,7 +32,7 @@ RECIPE = "recipes/prepare_data.py"
 
 
 def sources_of(path, column="text"):
-    return corpus_files(find_files(path, is_text, "UTF-8 text"), column)
+    return corpus_files(find_files(path, is_text, "UTF-8 text"), column, None)
 
 
 def made(sources, data_dir, **options):
@@ -214,7 +214,7 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     """As of fineweb-edu. The last document of the split is complete."""
     texts = [f"{i} {text}" for i in range(20) for text in corpus[1]]
     write_parquet(tmp_path / "rows.parquet", texts)
-    sources = row_files([str(tmp_path / "rows.parquet")], "text", one_in=2000)
+    sources = row_files([str(tmp_path / "rows.parquet")], "text", None, one_in=2000)
     options = {"shard_tokens": 50_000, "workers": 2, "validation_tokens": 50_000}
     splits = made(sources, tmp_path / "d", **options)["splits"]
     train, val = everything_in(tmp_path / "d")

@@ -76,7 +76,7 @@ def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files, id
 def characters(tmp_path_factory):
     """The folder of a tokenizer of 71,000 characters."""
     folder = tmp_path_factory.mktemp("characters")
-    save_tokenizer(char_tokenizer(map(chr, range(0x20000, 0x20000 + 71_000))), folder)
+    save_tokenizer(char_tokenizer(map(chr, range(0x20000, 0x20000 + 71_000))), folder, folder)
     return folder
 
 
@@ -130,7 +130,7 @@ TEXTS = [make_text(60, seed) for seed in range(90)]
 @pytest.fixture(scope="module")
 def trained_bpe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bpe")
-    save_tokenizer(train_bpe(TEXTS, 300), folder)
+    save_tokenizer(train_bpe(TEXTS, 300), folder, folder)
     return folder
 
 

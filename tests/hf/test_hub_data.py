@@ -74,7 +74,7 @@ def test_data_is_pushed_pulled_and_trained_on(hub, shards, tmp_path):
 
 
 def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
-    push_data(shutil.copytree(shards, tmp_path / "pushed"), REPO)
+    push_data(shutil.copytree(shards, tmp_path / "pushed"), REPO, private=True)
     hub.faults += [("GET", "train_000001.bin", 404)]
     with refused("start the same command again"):
         open_hub(f"hub:{REPO}")
@@ -88,7 +88,7 @@ def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
 
 def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
     """As llm.c writes them for Llama 3."""
-    save_tokenizer(byte_tokenizer(), tmp_path / "t")
+    save_tokenizer(byte_tokenizer(), tmp_path / "t", "t")
     files = {f"tokenizer/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
     ids = np.arange(250, dtype="<u4")
     header = np.zeros(256, "<i4")
@@ -104,15 +104,16 @@ def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
 
 
 def test_a_repository_without_prepared_data_and_damaged_data_are_refused(hub, shards, tmp_path):
-    with refused("user/nothing cannot be found on the Hub"):
+    with refused("user/nothing could not be downloaded .*: check the name"):
         open_hub("hub:user/nothing")
     hub.repos["user/text"] = {"commits": [("1" * 40, {"a.txt": b"a"})]}
-    with refused("user/text holds no prepared data"):
+    with refused("user--text.partial is not prepared data, since manifest.json is missing"):
         open_hub("hub:user/text")
+    assert not any(request.endswith("a.txt") for request in hub.requests)
     assert not list((tmp_path / "cache").glob("[!.]*/*"))
     damaged = shutil.copytree(shards, tmp_path / "damaged")
     with open(damaged / "val_000000.bin", "r+b") as file:
         file.seek(1000)
         file.write(b"\xff")
     with refused("val_000000.bin"):
-        push_data(damaged, REPO)
+        push_data(damaged, REPO, private=True)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import torch
@@ -227,12 +226,6 @@ def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_pat
     actual = logits(from_pretrained(tmp_path / "second/adapter"))
     expected = logits(from_pretrained(tmp_path / "second"))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-
-
-def test_without_peft_the_installation_is_named(tiny, start, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with refused("pip install 'peft"):
-        run(tiny("run", lora=4, init_from=str(start / "base")))
 
 
 @long

@@ -41,7 +41,7 @@ def pair(config, dtype=torch.float32):
             parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
         if isinstance(config, NanochatConfig):  # logits near the cap of 15
             reference.get_output_embeddings().weight.mul_(10)
-    model = from_hf(reference.float().state_dict().items(), config)
+    model = from_hf(reference.float().state_dict().items(), config, "the reference")
     return reference.to(dtype), model.to(dtype)
 
 

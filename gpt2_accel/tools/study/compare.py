@@ -25,7 +25,6 @@ OWN = ("output_dir", "resume_from", "seed", "max_steps", "epochs")  # settings t
 WARMUP = "warmup_share"  # share of the updates, in place of warmup_steps
 ENDING = ("max_hours", "patience")  # settings that end a run before its budget
 TUNING_SEED = 0
-CONFIDENCE = 0.95
 MOST_SEEDS = 1000  # a verdict asks for at most this many seeds
 
 Settings = dict[str, Any]
@@ -312,7 +311,7 @@ def half_width(spread: float, count: Any) -> Any:
     deviation of `count` values. `count` is a number or an array, and so is the result."""
     from scipy.stats import t
 
-    return t.ppf((1 + CONFIDENCE) / 2, count - 1) * spread / np.sqrt(count)
+    return t.ppf(0.975, count - 1) * spread / np.sqrt(count)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

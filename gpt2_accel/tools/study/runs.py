@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -39,18 +38,7 @@ from gpt2_accel.tools.study.trials import Trial, arguments, code_of
 
 PAUSE = 0.5  # seconds between checks of a run or its lock
 STOP_SECONDS = 30.0  # delay of SIGKILL after SIGTERM: a run may save a checkpoint
-COLUMNS = [
-    "id",
-    "settings",
-    "parameters",
-    "updates",
-    "tokens",
-    "flops",
-    "loss",
-    "bits_per_byte",
-    "code",
-]
-Row = Mapping[str, Any]  # a row of the table: `COLUMNS` -> value
+Row = Mapping[str, Any]  # a row of the table: column -> value
 
 
 def result_row(trial: Trial, folder: Path) -> Row | None:
@@ -82,26 +70,15 @@ def result_row(trial: Trial, folder: Path) -> Row | None:
 
 
 def read_table(path: Path) -> dict[str, Row]:
-    """Returns the rows of a CSV file by id; empty if the file does not exist. Raises `ValueError`
-    for a damaged row."""
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    rows: dict[str, Row] = {}
-    for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
-        try:
-            if None in row or None in row.values() or math.isnan(float(row["loss"])):
-                raise ValueError
-            rows[row["id"]] = row
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: row {number} is damaged: restore the file from a copy, or remove the row"
-            ) from error
-    return rows
+    """Returns the rows of a CSV file by id; empty if the file does not exist."""
+    text = path.read_text("utf-8") if path.exists() else ""
+    return {row["id"]: row for row in csv.DictReader(text.splitlines())}
 
 
-def write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: Iterable[Row], columns: Iterable[str]) -> None:
     """Writes the CSV file atomically, sorted by settings: the same runs give the same file."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
     writer.writerows(sorted(rows, key=lambda row: (row["settings"], row["id"])))
     write_file(path, text.getvalue())
@@ -253,7 +230,7 @@ class Queue:
         if row is not None:
             with self._lock("table"):
                 self.rows |= read_table(self.table) | {trial.id: row}
-                write_table(self.table, self.rows.values())
+                write_table(self.table, self.rows.values(), row)
             for kind in ("latest", "best", "checkpoint-*", "*.safetensors"):
                 for path in folder.glob(kind):
                     remove(path)
@@ -314,11 +291,8 @@ def end_process(process: subprocess.Popen) -> None:
 
 
 def failure(folder: Path, code: int) -> str:
-    """Returns why a process with this exit code has no result, and the path of its output: the
-    signal that killed it, or the last line of its output."""
+    """Returns the exit code of a process without a result, the last line of its output, and the
+    path of the output."""
     log = folder / "log.txt"
-    lines = re.findall(r".*\w.*", log.read_text("utf-8", "replace"))
-    reason = lines[-1] if lines else f"exit code {code}"
-    if code < 0:
-        reason = f"killed by {signal.Signals(-code).name}"
-    return f"{reason} ({log})"
+    last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
+    return f"exit code {code}, {last} ({log})"

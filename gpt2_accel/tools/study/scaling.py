@@ -11,18 +11,15 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.evals.results import markdown
-from gpt2_accel.hf.loss_plot import COLOURS, add_legend, new_figure, short_number
+from gpt2_accel.hf.loss_plot import COLOURS, Figure, add_legend, new_figure, short_number
 from gpt2_accel.tools.study.runs import Queue
 from gpt2_accel.tools.study.trials import Trial, arguments
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Four in each doubling from 64 on.
 WIDTHS = [16, 32, 48]
