@@ -304,10 +304,10 @@ def read_text(path: str | Path) -> str:
 def hub_files(
     name: str,
     *,
-    config: str | None,
-    split: str,
-    revision: str | None,
-    data_files: str | None,
+    config: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    data_files: str | None = None,
 ) -> tuple[list[str], str | None]:
     """Returns the files of a data set on the Hub, and its revision (a commit).
 
