@@ -1,4 +1,5 @@
-import copy
+"""Muon equals torch's, the schedules have known values, ranks share Muon's matrices."""
+
 import json
 
 import pytest
@@ -25,16 +26,20 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
     # torch's Muon iterates in bf16 on every CPU; ours uses fp32 on a CPU that emulates bf16.
     monkeypatch.setattr(muon, "iteration_dtype", lambda device: torch.bfloat16)
     model = GPT(CONFIG)
-    reference = copy.deepcopy(model)
     ours = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=1e-2))
-    named = dict(reference.named_parameters())
-    apart = {  # one parameter per matrix; q, k and v are separate
-        name: [torch.nn.Parameter(part.clone()) for part in p.chunk(3 if "c_attn" in name else 1)]
-        for name, p in named.items()
-    }
-    matrices = [p for n, parts in apart.items() if n.startswith("h.") for p in parts if p.ndim == 2]
-    embeddings = apart["wte.weight"] + apart["wpe.weight"]
-    vectors = [p for n, parts in apart.items() if named[n].ndim == 1 for p in parts]
+    copies = {}  # of each parameter; q, k and v are separate matrices
+    matrices = []
+    embeddings = []
+    vectors = []
+    for name, parameter in model.named_parameters():
+        parts = parameter.detach().clone().chunk(3 if "c_attn" in name else 1)
+        copies[name] = [torch.nn.Parameter(part) for part in parts]
+        if parameter.ndim == 1:
+            vectors += copies[name]
+        elif name.startswith("h."):
+            matrices += copies[name]
+        else:
+            embeddings += copies[name]
     theirs = [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
@@ -46,13 +51,13 @@ def test_muon_equals_torchs_muon_and_adamw(monkeypatch):
     for seed in range(3):
         train_step(model, ours, seed)
         for name, parameter in model.named_parameters():
-            parts = apart[name]
+            parts = copies[name]
             for part, grad in zip(parts, parameter.grad.chunk(len(parts)), strict=True):
                 part.grad = grad.clone()
         for optimizer in theirs:
             optimizer.step()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, torch.cat(apart[name]), atol=2e-4, rtol=0, msg=name)
+        torch.testing.assert_close(parameter, torch.cat(copies[name]), atol=2e-4, rtol=0, msg=name)
 
 
 def test_the_schedules_have_known_values():

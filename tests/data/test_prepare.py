@@ -379,7 +379,8 @@ def test_shards_are_on_disk_before_their_record_and_all_files_before_the_folder(
     tmp_path, monkeypatch
 ):
     (tmp_path / "a.jsonl").write_text(json_lines(make_text(30, seed) for seed in range(80)))
-    synced, named = set(), []
+    synced = set()
+    named = []
 
     def checked(rename):
         def run(source, target):
@@ -395,7 +396,8 @@ def test_shards_are_on_disk_before_their_record_and_all_files_before_the_folder(
     monkeypatch.setattr(os, "rename", checked(os.rename))
     monkeypatch.setattr(os, "replace", checked(os.replace))
     made(sources_of(tmp_path), tmp_path / "d", shard_tokens=1000)
-    assert named.count("record.json") > 3 and named[-1] == "d"
+    assert named.count("record.json") > 3
+    assert named[-1] == "d"
 
 
 @pytest.mark.parametrize("name", ["3.jsonl", "0.txt"])
