@@ -1,7 +1,7 @@
-"""Makes updates of Muon on all ranks, as with DDP and sharded by FSDP2, in fp32.
+"""Compares Muon's updates of replicated and of FSDP2's weights with those of one process, in fp32.
 
-The weights have to equal those of one process. Rank 0 prints for each model, as JSON, the number of
-matrices that each rank orthogonalizes and the size of its optimizer state.
+Rank 0 prints for each model, as JSON, how many matrices each rank orthogonalizes (with FSDP2 the
+parameters, each a stack of matrices) and the size of its optimizer state.
 """
 
 import copy
@@ -20,16 +20,16 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.optim import muon
 
-# Odd numbers of rows.
-SHAPE = {"vocab_size": 64, "n_positions": 16, "n_layer": 3, "n_head": 3, "n_embd": 30}
+# 5 ranks divide no number of rows.
+SHAPE = {"vocab_size": 64, "n_positions": 16, "n_layer": 3, "n_head": 3, "n_embd": 33}
 SHAPES = {
     "GPT": GPTConfig(**SHAPE),
-    "Llama": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=10, n_inner=50),
+    "Llama": LlamaConfig(**SHAPE, n_kv_head=1, head_dim=12, n_inner=52),
 }
 SETTINGS = TrainConfig(optimizer="muon", learning_rate=0.01)
 
 
-def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
+def train_three_updates(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
     """Makes three updates; returns how many matrices were orthogonalized, and the state's size."""
     counts = []
     orthogonalize = muon.orthogonalize
@@ -41,11 +41,13 @@ def updated(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
     with patch.object(muon, "orthogonalize", counted):
         optimizer = optim.build_optimizer(model, SETTINGS)
         for _ in range(3):
-            model(*tokens).backward()
+            inputs, targets = tokens
+            model(inputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
     held = [tensor for state in optimizer.state.values() for tensor in state.values()]
-    return sum(counts), sum(muon.own_part(tensor, 1).numel() for tensor in held if tensor.ndim)
+    size = sum(muon.own_part(tensor, 1).numel() for tensor in held if tensor.ndim)
+    return sum(counts), size
 
 
 def main() -> None:
@@ -61,13 +63,13 @@ def main() -> None:
         tokens = torch.randint(0, 64, (2, 4, 16))
         alone, sharded = copy.deepcopy(model), copy.deepcopy(model)
         with patch.object(muon, "orthogonalize_shared", muon.orthogonalize):
-            updated(alone, tokens)
+            train_three_updates(alone, tokens)
         for block in next(m for m in sharded.children() if isinstance(m, torch.nn.ModuleList)):
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         for how, each in (("ddp", model), ("fsdp", sharded)):
             ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, updated(each, tokens))
+            dist.all_gather_object(ranks, train_three_updates(each, tokens))
             results[f"{name} {how}"] = ranks
             for parameter, expected in zip(each.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(full_tensor(parameter), expected, atol=1e-6, rtol=0)

@@ -107,7 +107,7 @@ def test_a_batch_ramp_counts_tokens():
 def test_ranks_share_the_matrices_of_muon():
     """With DDP and FSDP2. There are more ranks than matrices, and 5 does not divide the rows."""
     results = json.loads(launch("tests/muon_script.py", processes=5).stdout)
-    # In 3 updates of 3 blocks: 12 square matrices and 6 of 30 x 120, of which 5 ranks take 3 and 2
+    # In 3 updates of 3 blocks: 12 square matrices and 6 of 33 x 132, of which 5 ranks take 3 and 2
     # at most. FSDP2's rows are exchanged for each of 4 parameters.
     assert sorted(count for count, _ in results["GPT ddp"]) == [0, 9, 15, 15, 15]
     assert {count for count, _ in results["GPT fsdp"]} == {12, 0}

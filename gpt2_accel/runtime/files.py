@@ -1,9 +1,9 @@
 """Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, error messages.
 
-A reader sees the old content or the new, never a part. Files are written under a hidden temporary
-name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The name is
-unique, so two processes can write the same file. The process id in the name identifies leftovers of
-killed processes (`remove_leftovers`).
+A reader of a file sees the old content or the new, never a part. Files are written under a hidden
+temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The
+name is unique, so two processes can write the same file. The process id in the name identifies
+leftovers of killed processes (`remove_leftovers`).
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def atomic_files(directory: str | Path) -> Iterator[Path]:
     """Yields an empty folder whose files replace the files of `directory` when the block ends.
 
     Each file is replaced atomically, after all are synced to disk; none if the block raises. The
-    last in the alphabet is first, so that a `config.json` always has its `model.safetensors`.
+    order is that of the alphabet, reversed: `model.safetensors` is there before `config.json`.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def scratch_directory(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def disk_errors(scratch: Path, path: str | Path) -> Iterator[None]:
-    """Makes a disk error in the block name `path`, or a file below it, in place of `scratch`.
+    """Reports a disk error of the block with `path`, or a file in it, instead of `scratch`.
 
     A full disk raises an `OSError` without a file name; safetensors and tokenizers raise another
     type with the system's error in its text. Both become an `OSError` with a name.
@@ -184,9 +184,9 @@ def sync(path: Path) -> None:
 def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     """Locks an output folder for this process, and creates it if it does not exist.
 
-    The lock ends with the process. Waits up to `wait` seconds for another process that holds it.
-    Removes partial files of killed processes. If the block raises, removes folders that this call
-    created and that hold nothing else.
+    The lock ends with the block, or the process. Waits up to `wait` seconds for another process
+    that holds it. Removes partial files of killed processes. If the block raises, removes folders
+    that this call created and that hold nothing else.
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """

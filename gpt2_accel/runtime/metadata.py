@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def describe_run(run: "Run") -> dict:
     """Returns the metadata of a run that is about to start, for `run.json` and the trackers.
 
-    `tokens` counts the tokens of the run's `updates` updates. `batch` describes how the tokens of a
+    `tokens` are the training tokens of the complete run. `batch` describes how the tokens of a
     full update are divided. `changes` is the history of changed settings. `tokenizer` is the
     fingerprint of the data's tokenizer. `git_commit` is the working directory's commit, with
     `-dirty` after changes, None outside a repository. Only the main process reads the commit and
@@ -82,8 +82,8 @@ def changed_settings(
 ) -> dict[str, str]:
     """Returns the changed settings that can affect a run's numbers, and the next learning rate.
 
-    `before` are the settings of its `step` updates, `tokens` tokens, so far. The result maps a name
-    to `NAME OLD -> NEW from update STEP`.
+    `before` are the settings used until update `step`, after `tokens` tokens. The result maps a
+    name to `NAME OLD -> NEW from update STEP`.
     """
     former = copy(config)
     vars(former).update(before)
@@ -129,5 +129,5 @@ def end_summary(run: "Run") -> str:
     speed = log.tokens / max(log.seconds, 1e-9)
     return (
         f"trained on {log.tokens:,} tokens ({flops:.2g} FLOPs) in {duration(log.seconds)}, "
-        f"{speed:,.0f} tokens/s, {memory_gb():.2g} GB of memory at the end"
+        f"{speed:,.0f} tokens/s, {memory_gb():.1f} GB of memory"
     )

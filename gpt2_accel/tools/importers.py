@@ -15,14 +15,14 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 
 class PickledConfig:
-    """Replaces the config class that build-nanogpt pickles: its values without its code."""
+    """Stands for the config class that build-nanogpt pickles, so that no foreign code runs."""
 
 
 def read_checkpoint(path: str | Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
     The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU.
-    The models of nanoGPT's first weeks used GPT-2's approximation, which their files do not record.
+    Until June 2023 nanoGPT used GPT-2's approximation, which its files do not record.
 
     Raises `FileNotFoundError`, or `ValueError` if it is damaged or another kind of checkpoint.
     """
@@ -55,7 +55,9 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
         name = re.sub(r"^(module\.|_orig_mod\.)+", "", key)  # DDP and `torch.compile` add them
         if name.endswith(("wte.weight", "lm_head.weight")):
             tensor = tensor[: config.vocab_size]
-        converted[name] = tensor.t() if name.endswith(MATRICES) else tensor
+        if name.endswith(MATRICES):
+            tensor = tensor.t()  # `nn.Linear` to HF's `Conv1D`
+        converted[name] = tensor
     return from_hf(converted.items(), config, str(path))
 
 

@@ -131,7 +131,9 @@ def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, small_dis
             raise AttributeError("a bug")
 
 
-def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys):
+def test_a_log_keeps_its_lines_while_the_disk_is_full_and_names_the_file_if_it_stays_full(
+    tmp_path, capsys
+):
     class Disk(io.FileIO):
         full = False
 
@@ -144,7 +146,8 @@ def test_lines_that_a_full_disk_kept_back_are_written_or_named(tmp_path, capsys)
     log = JsonLines(path, 0)
     disk = Disk(path, "ab")
     log._file = io.BufferedWriter(disk, 2**20)
-    for step, disk.full in enumerate((False, True, True, False, True, True)):
+    for step, full in enumerate((False, True, True, False, True, True)):
+        disk.full = full
         log.write({"step": step})
         if not disk.full:
             assert [line["step"] for line in read_json_lines(path)] == list(range(step + 1))
