@@ -64,16 +64,17 @@ class Preferences:
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """Returns the loss and the figures of each pair, (B,).
 
-        The pairs are from the training split in training, otherwise from the validation split.
+        The pairs are from the training split in training, otherwise from the validation split. In
+        training a mixture of experts adds its load balancing loss, which is then also a figure.
         """
-        logs, tokens = answer_log_probabilities(model, batch)
+        logs, tokens, balance = answer_log_probabilities(model, batch)
         if batch.numbers is not None:  # None in a trial of the memory
             split = "train" if model.training else "val"
             logs = logs - self.reference[split][batch.numbers]
         rewards = self.beta * logs
         scores = rewards / tokens if self.loss_type == "sigmoid_norm" else rewards
         chosen, rejected = rewards.detach().unbind(dim=1)
-        return {
+        figures = {
             "loss": -F.logsigmoid(scores[:, 0] - scores[:, 1]),
             "counted": torch.ones_like(chosen),
             "reward_accuracy": (chosen > rejected).float(),
@@ -81,6 +82,10 @@ class Preferences:
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }
+        if balance is not None:
+            added, figures["aux_loss"] = balance
+            figures["loss"] = figures["loss"] + added
+        return figures
 
     # The callback
 
@@ -154,23 +159,30 @@ class Preferences:
 
 def answer_log_probabilities(
     model: torch.nn.Module, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Returns the log-probabilities of the chosen and the rejected answers, and their tokens.
 
-    Both are (B, 2).
+    Both are (B, 2). For a mixture of experts in training the third result is a pair of scalars: the
+    amount that it adds to the loss, and its load balancing loss.
     """
     count, length = batch.input_ids.shape
     ids = batch.input_ids.view(2 * count, length // 2)
     targets = batch.targets.view(2 * count, length // 2)
     nats = model(ids, targets, reduction="none")
+    balance = None
+    if isinstance(nats, tuple):
+        nats, figure = nats
+        added = nats[0, -1]  # the last position has no target: only the added part
+        balance = added, figure
+        nats = nats - added
     logs = -nats.float().sum(dim=1)
     tokens = (targets != -100).sum(dim=1).clamp(min=1)
-    return logs.view(count, 2), tokens.view(count, 2)
+    return logs.view(count, 2), tokens.view(count, 2), balance
 
 
 def reference_figures(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Returns the log-probabilities of both answers of each pair, (B,) each."""
-    logs, _ = answer_log_probabilities(model, batch)
+    logs, _, _ = answer_log_probabilities(model, batch)
     return {"chosen": logs[:, 0], "rejected": logs[:, 1]}
 
 

@@ -8,7 +8,7 @@ Shape letters: B batch, T sequence, C width, V vocabulary.
 
 import copy
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +63,8 @@ class AnyConfig(ModelConfig):
     """
 
     values: dict[str, Any]
-    attention: str | None = None
-    note: str = ""
+    attention: str | None = field(default=None, compare=False)
+    note: str = field(default="", compare=False)
     dropout = 0.0  # the rates of the class's config are used
 
     def __post_init__(self) -> None:
@@ -275,8 +275,8 @@ class AnyModel(LanguageModel):
         """Returns the logits, or the loss if there are `targets`, as `LanguageModel.forward` does.
 
         `attention_mask` is (B, keys), True where a token is not padding. `cache` is a cache of the
-        class. In training, with the mean `reduction`, a mixture of experts returns a pair: the loss
-        plus `aux_coefficient` times the load balancing loss, and that loss, detached.
+        class. In training a mixture of experts returns a pair: the loss plus `aux_coefficient`
+        times the load balancing loss, and that loss, detached.
         """
         if documents is None and self.separator is not None and cache is None:
             documents = (input_ids == self.separator).cumsum(dim=1)
@@ -285,8 +285,7 @@ class AnyModel(LanguageModel):
             position_ids = document_positions(documents, self.config.n_positions)
         elif cache is None:
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many
-        mean_loss = targets is not None and reduction == "mean"
-        balanced = bool(self.aux_coefficient) and self.training and mean_loss
+        balanced = bool(self.aux_coefficient) and self.training and targets is not None
         head = self.inner.get_output_embeddings()
         chunked = self.chunked and type(head) is Head and targets is not None
         options: dict[str, Any] = {
