@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from gpt2_accel.checkpoint.find import verified_directory
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.data.shards import check_tokenizer, read_manifest, read_parts
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
@@ -81,6 +81,12 @@ def users_model(
         raise ValueError(
             f"the model is a {type(model).__name__}, not a module whose config is a ModelConfig: "
             "give what docs/change.md lists"
+        )
+    wanted = config.architecture
+    if wanted in ARCHITECTURES and shape.architecture != wanted:
+        raise ValueError(
+            f"--architecture is {wanted}, but the given model is {shape.architecture}: leave out "
+            "--architecture"
         )
     return cast("LanguageModel", model)  # it has what `Trainable` names
 

@@ -390,11 +390,13 @@ def test_callbacks_are_called_in_order_and_resume(tiny, tmp_path):
     [
         ({"optimizer": lambda model, config: None}, "the optimizer function returns None"),
         ({"callbacks": [TrainerCallback()]}, "on_epoch_begin"),
+        ({"model": GPT(GPTConfig(300, 32, 1, 2, 32)), "architecture": "llama"}, "leave out"),
     ],
 )
 def test_a_seam_of_the_wrong_type_is_refused(seam, words, tiny):
+    settings = {"architecture": seam.pop("architecture", None)}
     with refused(words):
-        go(tiny("run"), **seam)
+        go(tiny("run", **settings), **seam)
 
 
 def test_requests_of_callbacks_are_kept(tiny, tmp_path):

@@ -293,3 +293,5 @@ class TrainingState:
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
+            else:
+                self.accelerator.print(f"{checkpoint} has no state of {name}, which starts new")
