@@ -6,6 +6,7 @@ An adapter's directory has `peft`'s files: `adapter_config.json`, which names th
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,6 +20,12 @@ from gpt2_accel.runtime.files import parse_json
 NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it by --init_from"
 # Experts' parameters whose names begin so get no adapter.
 ROUTERS = ("gate.", "router.")
+
+
+def require_peft() -> None:
+    """Raises `ValueError` if peft is not installed."""
+    if find_spec("peft") is None:
+        raise ValueError("LoRA needs peft: pip install 'peft>=0.20'")
 
 
 def base_of(directory: Path) -> str:
@@ -35,6 +42,7 @@ def add_lora(model: AnyModel, settings: TrainConfig, rows: Sequence[int], base: 
     From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
     and the head. `base` is the model as `base_of` returns it. Raises peft's errors.
     """
+    require_peft()
     import peft
 
     inner = model.inner
@@ -62,6 +70,7 @@ def add_lora(model: AnyModel, settings: TrainConfig, rows: Sequence[int], base: 
 
 def load_lora(model: AnyModel, directory: Path) -> None:
     """Adds the adapter of a directory to its base model, to be trained on."""
+    require_peft()
     import peft
 
     adapter = peft.PeftModel.from_pretrained(
