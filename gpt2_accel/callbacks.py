@@ -214,7 +214,7 @@ class Trackers(AbstractContextManager):
             except Exception as error:  # each library has its own types
                 self.trackers.remove(tracker)
                 reason = first_line(error)
-                run.log.print_line(f"{tracker.name} failed and gets no further steps: {reason}")
+                run.log.print_line(f"{tracker.name} failed and gets no more steps: {reason}")
 
 
 class Pushes(AbstractContextManager):

@@ -206,7 +206,7 @@ def is_complete(run: Run) -> bool:
         return False
     text = (
         f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise "
-        "--max_steps, --epochs or --patience to go on"
+        "--max_steps, --epochs or --patience to continue"
     )
     unused = [change for name, change in run.changes.items() if name in run.config.given]
     if unused:

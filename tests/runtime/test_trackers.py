@@ -101,5 +101,5 @@ def test_training_continues_without_a_tracker_that_fails(
     monkeypatch.setattr(trackers.TrackioTracker, "log", fail)
     config = tiny("run", report_to=["trackio", "tensorboard"])
     assert len(run(config)) == 8
-    assert capsys.readouterr().out.count("trackio failed and gets no further steps: no space") == 1
+    assert capsys.readouterr().out.count("trackio failed and gets no more steps: no space") == 1
     assert len(tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss")) == 8
