@@ -155,7 +155,7 @@ class TrainConfig:
     keep_every: int = setting(0, "also keep the checkpoint of every N-th update; 0 for none")
     keep_best: bool = setting(False, "also keep the one with the lowest validation loss, as best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
-    ignore_changes: bool = setting(False, "resume although the data or the model changed")
+    ignore_changes: bool = setting(False, "resume although the data or its order changed")
 
     push_to_hub: str | None = setting(None, "Hub repository to push to while training, USER/NAME")
     hub_strategy: str = setting(

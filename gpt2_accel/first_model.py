@@ -5,7 +5,7 @@ Checks that it fits the data and the settings.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -24,18 +24,15 @@ from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.tokenizer import document_marks, load_tokenizer
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-NewModel = Callable[[Any, "PreTrainedTokenizerBase"], Trainable]
+NewModel = Callable[[Any, PreTrainedTokenizerBase], Trainable]
 """(settings, the tokenizer of the data) -> a model."""
 
 
 def build_model(
     config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     checkpoint: Path | None,
     given: "torch.nn.Module | NewModel | None",
 ) -> LanguageModel:
@@ -69,7 +66,7 @@ def build_model(
 
 def users_model(
     config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     given: "torch.nn.Module | NewModel",
 ) -> LanguageModel:
     """Returns the user's model, or builds it. Raises `ValueError` if a run cannot train it."""
@@ -93,7 +90,7 @@ def users_model(
 
 def load_model(
     config: TrainConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     source: Path,
     given: LanguageModel | None,
     merge: bool,
@@ -139,7 +136,8 @@ def load_model(
     if config.lora:
         assert isinstance(model, AnyModel)
         if not model.adapter:
-            assert config.init_from is not None
+            if config.init_from is None:
+                raise ValueError(NEEDS_MODEL)
             local = Path(config.init_from).is_dir()
             add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
     if config.init_from is not None:
@@ -159,7 +157,7 @@ def adapt(model: LanguageModel, config: TrainConfig) -> None:
         model.aux_coefficient = config.router_aux_loss
 
 
-def document_separator(data_dir: str, tokenizer: "PreTrainedTokenizerBase") -> int:
+def document_separator(data_dir: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns the token id that separates the documents of the data.
 
     Raises `ValueError` if there is none, if the tokenizer does not know it, as in data of 0.4, or

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -41,9 +41,7 @@ from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import changed_settings, describe_run, describe_training
 from gpt2_accel.runtime.processes import all_or_none, any_rank, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 # Settings that determine the shape of a new model.
 SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
@@ -73,7 +71,7 @@ class Run:
     optimizer: torch.optim.Optimizer  # prepared
     objective: Objective
     measure: Measure  # how the validation loss is computed
-    tokenizer: "PreTrainedTokenizerBase"  # the data's tokenizer
+    tokenizer: PreTrainedTokenizerBase  # the data's tokenizer
     empty: LanguageModel  # the model without memory, see `models.skeleton`
     train_loader: TrainLoader  # this rank's batches
     val_loader: EvalLoader | None  # None if nothing is evaluated
@@ -153,8 +151,7 @@ class Run:
             tokens = saved["sequences"] * saved["sequence_length"]
             self.changes = changed_settings(config, saved["settings"], saved["step"], tokens)
             for name, change in self.changes.items():
-                fixed = name in SHAPE and not config.ignore_changes
-                if fixed or name.startswith(("lora", "dtype")):
+                if name in SHAPE or name.startswith(("lora", "dtype")):
                     raise ValueError(
                         f"{change}: resume with the original value, or choose another --output_dir "
                         "for a new model"

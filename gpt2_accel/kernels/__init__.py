@@ -13,7 +13,7 @@ from typing import Any
 class KernelChoices:
     """The kernels that `runtime.accelerator.configure_backends` chooses; the defaults fit a CPU."""
 
-    enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS", "on") not in ("off", "0", "false")
+    enabled: bool = os.environ.get("GPT2_ACCEL_KERNELS") != "off"
     # The most logits that the loss computes at once; None is `cross_entropy.LOGITS_AT_ONCE`.
     logits_at_once: int | None = None
     # Torch's attention kernels, the preferred first; empty is torch's own order.

@@ -96,14 +96,19 @@ def config_class(name: str | None) -> type[ModelConfig]:
 
 
 def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
-    """Raises `ValueError` if `init_from` has another architecture or depth than the settings."""
-    architecture = settings.architecture or shape.architecture
-    depth = settings.depth or shape.n_layer
-    if (architecture, depth) != (shape.architecture, shape.n_layer):
-        raise ValueError(
-            f"{settings.init_from} is a {shape.architecture} with n_layer = {shape.n_layer}: leave "
-            "out --architecture and --depth, which are for a new model, or --init_from"
-        )
+    """Raises `ValueError` if `init_from` has another shape than the settings.
+
+    A size that the settings leave at its default is not compared.
+    """
+    n_layer, _, n_embd = layers_heads_width(settings)
+    wanted = {"architecture": settings.architecture, "n_layer": n_layer, "n_embd": n_embd}
+    for name, value in wanted.items():
+        actual = getattr(shape, name)
+        if value not in (actual, getattr(type(settings), name)):
+            raise ValueError(
+                f"{settings.init_from} has {name} {actual}, not {value}: leave out --architecture "
+                "and sizes, which are for a new model, or --init_from"
+            )
 
 
 def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, int, int]:

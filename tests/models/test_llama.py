@@ -146,7 +146,7 @@ def test_muon_updates_neither_embedding_nor_head(kind):
 
 class Settings:
     n_layer, n_head, n_embd, n_positions, dropout, bias = 2, 2, 128, 128, 0.0, True
-    depth = None
+    architecture = depth = None
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,9 @@ def test_a_depth_that_the_loaded_model_does_not_have_is_refused(kind):
     settings.architecture = kind.architecture
     settings.depth = 2
     check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
-    with refused("n_layer = 3: leave out --architecture and --depth"):
+    with refused("n_layer 3, not .*: leave out --architecture"):
         check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
+    settings.depth = None
+    settings.n_embd = 96  # given beside --init_from
+    with refused("n_embd 128, not 96"):
+        check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))

@@ -70,9 +70,17 @@ def result_row(trial: Trial, folder: Path) -> Row | None:
 
 
 def read_table(path: Path) -> dict[str, Row]:
-    """Returns the rows of a CSV file by id; empty if the file does not exist."""
+    """Returns the rows of a CSV file by id; empty if the file does not exist.
+
+    Raises `ValueError` for a damaged row.
+    """
     text = path.read_text("utf-8") if path.exists() else ""
-    return {row["id"]: row for row in csv.DictReader(text.splitlines())}
+    rows: dict[str, Row] = {}
+    for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
+        if not row.get("loss") or None in row.values():
+            raise ValueError(f"{path}: row {number} is damaged: remove it")
+        rows[row["id"]] = row
+    return rows
 
 
 def write_table(path: Path, rows: Iterable[Row], columns: Iterable[str]) -> None:

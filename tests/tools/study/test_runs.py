@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import long, run
+from conftest import long, refused, run
 from launching import ROOT, Started, python, wait_for
 
 from gpt2_accel.data.shards import read_manifest
@@ -291,3 +291,9 @@ def test_two_drivers_write_the_table_of_one(how, alone, tmp_path):
     assert (out / "runs.csv").read_bytes() == (alone[1] / "runs.csv").read_bytes()
     starts = [log.read_text().count("updates 0 to") for log in out.glob("runs/*/log.txt")]
     assert starts == [1] * 3
+
+
+def test_a_damaged_row_of_the_table_is_named(tmp_path):
+    (tmp_path / "runs.csv").write_text("id,settings,loss,code\na,{},2.5,x\ngarbage\n")
+    with refused(r"runs\.csv: row 2 is damaged"):
+        runs.read_table(tmp_path / "runs.csv")
