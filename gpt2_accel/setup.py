@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -48,9 +48,7 @@ from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 CORE_ITEMS = 500  # items per task in training; nanochat has the same
 
@@ -138,7 +136,7 @@ def setup(
 
 
 def sample_prompts(
-    config: TrainConfig, tokenizer: "PreTrainedTokenizerBase", conversations: bool
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, conversations: bool
 ) -> list[Prompt]:
     """Returns the prompts of the run's samples: texts, or the user's turns in conversations.
 
@@ -279,7 +277,7 @@ def build_evaluations(
     config: TrainConfig,
     accelerator: Accelerator,
     shape: ModelConfig,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     val_loader: EvalLoader | None,
     measure: Measure,
 ) -> list[tuple[int, Evaluation]]:

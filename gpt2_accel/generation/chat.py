@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gpt2_accel.generation.sampling import Completion, Sampling, encode_prompt, stream
 from gpt2_accel.models import LanguageModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
 """A message: `role` is "system", "user" or "assistant", `content` its text."""
@@ -16,7 +13,7 @@ Message = Mapping[str, str]
 
 def answer(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     sampling: Sampling,
 ) -> tuple[int, Iterator[list[Completion]]]:
@@ -35,7 +32,7 @@ def answer(
 
 
 def drop_oldest_turns(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     n_positions: int,
     room: int,

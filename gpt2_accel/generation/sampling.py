@@ -6,7 +6,6 @@
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +17,7 @@ from gpt2_accel.hf.convert import from_pretrained
 from gpt2_accel.models import LanguageModel, convert_parameters, evaluating
 from gpt2_accel.runtime.device import best_device
 from gpt2_accel.tokenizer import (
+    PreTrainedTokenizerBase,
     check_vocabulary,
     encode,
     load_tokenizer,
@@ -25,16 +25,13 @@ from gpt2_accel.tokenizer import (
     text_start,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # A text to continue, or the messages of a conversation to answer, each with `role` and `content`.
 Prompt = str | Sequence[Mapping[str, str]]
 
 
 def load(
     name: str, dtype: str = "float32", *, verify: bool = True, model_class: str | None = None
-) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
@@ -106,7 +103,7 @@ class Completion:
 
 def complete(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> list[Completion]:
@@ -121,7 +118,7 @@ def complete(
 
 def stream(
     model: LanguageModel,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling,
 ) -> Iterator[list[Completion]]:
@@ -143,7 +140,7 @@ def stream(
 
 
 def update_text(
-    completion: Completion, tokenizer: "PreTrainedTokenizerBase", sampling: Sampling
+    completion: Completion, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
 ) -> None:
     """Updates `text` and `ended` after a token is appended."""
     ids = completion.ids
@@ -168,7 +165,7 @@ def update_text(
     completion.text = text
 
 
-def whole_text(tokenizer: "PreTrainedTokenizerBase", completion: Completion) -> str:
+def whole_text(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
     """Returns the prompt and its continuation as one text.
 
     The text of a conversation includes the special tokens of the chat template.
@@ -183,7 +180,7 @@ def user_turn(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Returns the token ids of a prompt; an empty prompt becomes the token that begins documents.
 
     Raises `ValueError` for an empty prompt without such a token, a character that is not in the

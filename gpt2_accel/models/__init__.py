@@ -100,11 +100,14 @@ def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
 
     A size that the settings leave at its default is not compared.
     """
-    n_layer, _, n_embd = layers_heads_width(settings)
-    wanted = {"architecture": settings.architecture, "n_layer": n_layer, "n_embd": n_embd}
+    wanted = {"architecture": settings.architecture, "n_layer": settings.depth}
+    for name in ("n_layer", "n_embd"):
+        value = getattr(settings, name)
+        if value != getattr(type(settings), name):
+            wanted[name] = value
     for name, value in wanted.items():
         actual = getattr(shape, name)
-        if value not in (actual, getattr(type(settings), name)):
+        if value not in (None, actual):
             raise ValueError(
                 f"{settings.init_from} has {name} {actual}, not {value}: leave out --architecture "
                 "and sizes, which are for a new model, or --init_from"
