@@ -194,7 +194,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
     assert "does not fit" not in plan
     assert "8, bf16, sharded by FSDP2\n" in planned("8xa100-fsdp2", "A100")
     assert "does not fit" in planned("1xt4_fp16", "T4", n_embd=4096, n_layer=24)
-    shape = GPTConfig(257, 32, 1, 2, 64)
+    shape = GPTConfig(257, 32, 2, 2, 32)
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
     cpu_plan = planned("cpu", init_from=str(tmp_path / "start"))
     assert f"{shape.parameter_count:,} parameters" in cpu_plan
