@@ -218,7 +218,7 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
 
 
 def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
-    """An update of many micro-batches takes seconds, and is dropped within a part of them."""
+    """An update of many micro-batches takes seconds: the rest of it is dropped."""
     settings = {"micro_batch_size": 1, "total_batch_size": 1500 * 32, "max_steps": 3}
     config = tiny("run", **settings)
     process = start(config, processes=2)
@@ -228,7 +228,7 @@ def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
     sent = time.monotonic()
     os.kill(process.pids[-1], signal.SIGTERM)
     assert process.wait(120) == 0, log_of(config)
-    assert time.monotonic() - sent < update / 2
+    assert time.monotonic() - sent < update - 0.2
     assert_status(tmp_path / "run", state="stopped", step=1)
     [checkpoint] = list_checkpoints(tmp_path / "run")
     assert find_corruption(checkpoint) is None
