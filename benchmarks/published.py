@@ -137,7 +137,7 @@ def by_rate(runs: pd.DataFrame) -> pd.Series:
 
 def best_rate(losses: pd.Series) -> float:
     """Returns the minimum of a parabola in the logarithm of the rate, through the lowest loss and
-    up to two neighbours on each side. `losses` are by rate."""
+    up to two neighbours on each side. `losses` maps a rate to its loss."""
     best = losses.argmin()
     near = losses.iloc[max(0, best - 2) : best + 3]
     a, b, _ = np.polyfit(np.log(near.index), near, 2)

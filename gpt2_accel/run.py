@@ -134,9 +134,9 @@ class Run:
     def resume(self, checkpoint: Path) -> None:
         """Restores the state of a checkpoint. The model has its weights already.
 
-        Raises `ValueError` if the data, a setting that determines its order or the model's shape
-        has changed, or if the checkpoint has the state of a callback that the run does not have,
-        unless `ignore_changes` is set; and if a setting of LoRA or the dtype has changed.
+        Raises `ValueError` if the model's shape, the dtype or a setting of LoRA has changed. Unless
+        `ignore_changes` is set, also if the data or a setting that determines its order has
+        changed, or if the checkpoint has the state of a callback that the run does not have.
         """
         config = self.config
         with all_or_none():

@@ -101,7 +101,7 @@ def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
     A size that the settings leave at its default is not compared.
     """
     wanted = {"architecture": settings.architecture, "n_layer": settings.depth}
-    for name in ("n_layer", "n_embd"):
+    for name in ("n_layer", "n_head", "n_embd"):
         value = getattr(settings, name)
         if value != getattr(type(settings), name):
             wanted[name] = value
@@ -269,8 +269,8 @@ class LanguageModel(nn.Module):
             position_ids = document_positions(documents, n_positions)
         elif position_ids is None:
             position_ids = sequence_positions(input_ids, n_positions)
-        in_texts = documents is not None or attention_mask is not None or cache is not None
-        if self.separator is not None and not in_texts:
+        unmasked = documents is None and attention_mask is None and cache is None
+        if self.separator is not None and unmasked:
             documents = (input_ids == self.separator).cumsum(dim=1)
         mask: Mask | None = attention_mask
         if documents is not None:

@@ -308,7 +308,7 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict]:
-    """Returns the entries of a `JsonLines` file without damaged lines; none if there is no file."""
+    """Returns the undamaged entries of a `JsonLines` file; an empty list if the file is missing."""
     entries = []
     if Path(path).exists():
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
