@@ -8,6 +8,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import thread as executors
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -16,18 +17,23 @@ from typing import Any, Protocol
 import torch
 from accelerate.tracking import GeneralTracker
 
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
 from gpt2_accel.checkpoint.state_dict import full_model, unwrap
-from gpt2_accel.evals import Evaluation
+from gpt2_accel.evals import Evaluation, kept
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
+from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.hf.loss_plot import draw_loss
+from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import evaluating_optimizer
 from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.trackers import start_tracker
+from gpt2_accel.tokenizer import load_tokenizer
+
+SHOWN = 2  # prompts whose greedy answers are shown before and after fine-tuning
 
 
 class Callback(Protocol):
@@ -147,24 +153,103 @@ class Samples:
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         config = run.config
-        accelerator = run.accelerator
         if run.stopping or not run.due(config.sample_every):
             return
         with evaluating_optimizer(run.optimizer):
-            if accelerator.is_fsdp2:
-                plain = full_model(accelerator, run.model, run.empty)
-            else:
-                plain = unwrap(accelerator, run.model)
+            model = plain_model(run)
 
             def generate() -> None:
-                assert plain is not None
                 sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-                model = plain.to(accelerator.device)
                 samples = complete(model, run.tokenizer, self.prompts, sampling)
                 for prompt, sample in zip(config.sample_prompts, samples, strict=True):
                     run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
             on_main_process(generate)
+
+
+def plain_model(run: Run) -> LanguageModel:
+    """Returns the model as it is now, uncompiled, for the main process to generate with.
+
+    All ranks call it. A sharded model is gathered, to the main process only, and to its device:
+    generation on the CPU would keep the other processes waiting.
+    """
+    accelerator = run.accelerator
+    if not accelerator.is_fsdp2:
+        return unwrap(accelerator, run.model)
+    full = full_model(accelerator, run.model, run.empty)
+    return run.empty if full is None else full.to(accelerator.device)
+
+
+class Kept:
+    """Measures what the run keeps of its base model, as `val/kept`: see `evals/kept.py`.
+
+    The base samples its texts before the first update, and checkpoints hold them. The estimate is
+    made after the last update, and at each quarter of a run that costs far more. Nothing is
+    measured if the tokenizer cannot encode the prompts. `chat`: the base has a chat template.
+    """
+
+    SHARE = 0.0075  # largest cost of an estimate, as a share of the run's
+
+    def __init__(self) -> None:
+        self.texts: dict[str, torch.Tensor] = {}  # of the base: `input_ids`, `targets`, `nats`
+        self.answers: dict[str, str] = {}  # of the base, by prompt
+        self.chat = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.texts | {"answers": self.answers, "chat": self.chat}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.answers = state.pop("answers")
+        self.chat = state.pop("chat")
+        self.texts = state
+
+    def on_train_begin(self, run: Run) -> None:
+        """Samples from the base. A run of release 0.5 that is resumed has no samples."""
+        if not run.step and not self.texts:
+            self.texts, self.answers, self.chat = self.on_plain_model(run, self.sample)
+
+    def sample(self, run: Run, model: LanguageModel) -> tuple[dict, dict, bool]:
+        """Returns the base's texts, empty if there are no prompts, its answers, and `chat`."""
+        base = local_directory(model_directory(str(run.config.init_from)))
+        has_tokenizer = (base / "tokenizer.json").exists()
+        chat = has_tokenizer and load_tokenizer(base).chat_template is not None
+        prompts = kept.usable_prompts(run.tokenizer, chat, model.config.n_positions)
+        if not prompts:
+            return {}, {}, chat
+        input_ids, targets = kept.sample_base(model, run.tokenizer, prompts)
+        nats = kept.sample_nats(model, input_ids, targets)
+        texts = {"input_ids": input_ids, "targets": targets, "nats": nats}
+        return texts, kept.answers(model, run.tokenizer, prompts[:SHOWN]), chat
+
+    def on_step_end(self, run: Run, skipped: bool) -> None:
+        if not self.texts or run.stopping or run.diverged:
+            return
+        last = not run.goes_on()
+        # A forward pass costs a third of a forward and backward pass.
+        cost = self.texts["input_ids"].numel() / 3 / run.metadata["tokens"]
+        quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
+        if not last and run.step not in quarters:
+            return
+        results, after = self.on_plain_model(run, self.compare)
+        run.log.evaluation(results)
+        run.call("on_evaluate", metrics=results)
+        if last:
+            run.remarks = kept.verdict(results["val/kept"], self.answers, after)
+            run.log.print_line(run.remarks)
+
+    def compare(self, run: Run, model: LanguageModel) -> tuple[dict[str, float], dict[str, str]]:
+        """Returns `val/kept` with its standard error, and the model's answers."""
+        nats = kept.sample_nats(model, self.texts["input_ids"], self.texts["targets"])
+        results = kept.estimate(self.texts["nats"], nats, self.texts["targets"])
+        prompts = kept.usable_prompts(run.tokenizer, self.chat, model.config.n_positions)
+        return results, kept.answers(model, run.tokenizer, prompts[:SHOWN])
+
+    @staticmethod
+    def on_plain_model(run: Run, action: Callable[[Run, LanguageModel], Any]) -> Any:
+        """Returns the result of an action of the main process with the `plain_model`."""
+        with evaluating_optimizer(run.optimizer):
+            model = plain_model(run)
+            return on_main_process(lambda: action(run, model))
 
 
 class Profiler(torch.profiler.profile):

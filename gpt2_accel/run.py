@@ -102,6 +102,7 @@ class Run:
         self.figures: dict[str, float] = {}
         self._figure_names: list[str] | None = None  # the objective's figures
         self.problem = ""  # why the last skipped update was skipped
+        self.remarks = ""  # text for the model card
         self.changes: dict[str, str] = {}  # settings that this resume changed
         if self.checkpoint is not None:
             self.resume(self.checkpoint)

@@ -15,13 +15,14 @@ from gpt2_accel.callbacks import (
     Checkpoints,
     Evaluations,
     Figures,
+    Kept,
     Profiler,
     Pushes,
     Samples,
     Trackers,
     check_callback,
 )
-from gpt2_accel.checkpoint.find import find_checkpoint
+from gpt2_accel.checkpoint.find import find_checkpoint, read_state
 from gpt2_accel.config import PATHS, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
 from gpt2_accel.data.shards import (
@@ -130,7 +131,7 @@ def setup(
         empty,
         train_loader,
         val_loader,
-        list(callbacks) + default_callbacks(config, accelerator, evaluations, prompts),
+        list(callbacks) + default_callbacks(config, accelerator, evaluations, prompts, checkpoint),
         checkpoint,
     )
 
@@ -183,9 +184,13 @@ def default_callbacks(
     accelerator: Accelerator,
     evaluations: list[tuple[int, Evaluation]],
     prompts: list[Prompt],
+    checkpoint: Path | None,
 ) -> list[Any]:
     """Returns the callbacks that follow the user's callbacks, in the order of their calls."""
     callbacks: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
+    saved = read_state(checkpoint)["settings"] if checkpoint else {}
+    if config.init_from or saved.get("init_from"):
+        callbacks.append(Kept())
     if config.profile:
         name = f"trace-{accelerator.process_index}.json"
         callbacks.append(Profiler(config.profile, Path(config.output_dir, name)))

@@ -71,7 +71,13 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {% for metric, value in training.results.items() -%}
 | {{ metric }} | {{ "%.4f" | format(value) }} |
 {% endfor %}
-{%- endif %}
+{%- endif %}{% if training.remarks %}
+## Base model
+
+```
+{{ training.remarks }}
+```
+{% endif %}
 ## Settings
 
 ```yaml
@@ -85,7 +91,7 @@ class Training:
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
     total `flops`; `hardware` and precision in words; `results`, metric -> value, such as
-    `val/loss`.
+    `val/loss`; `remarks`, text.
     """
 
     settings: Mapping[str, object]
@@ -95,6 +101,7 @@ class Training:
     flops: float
     hardware: str
     results: Mapping[str, float]
+    remarks: str = ""
 
 
 def model_card(

@@ -74,6 +74,7 @@ def describe_training(run: "Run") -> Training:
         flops=log.tokens * run.metadata["flops_per_token"],
         hardware=run.metadata["hardware"],
         results=dict(log.results),  # a card is written while training goes on
+        remarks=run.remarks,
     )
 
 

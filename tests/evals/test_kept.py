@@ -1,0 +1,113 @@
+"""What fine-tuning keeps of the base model, beside a plain loop over `transformers`."""
+
+import pytest
+import torch
+from conftest import chat_rows, metrics, run_recipe, write_lines
+from launching import launch
+from transformers import AutoModelForCausalLM
+
+from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.evals import kept
+from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tuned(chat_model, tmp_path_factory):
+    """The chat model with other weights."""
+    torch.manual_seed(1)
+    model = from_pretrained(chat_model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("kept") / "tuned"
+    save_pretrained(model, folder, load_tokenizer(chat_model))
+    return folder
+
+
+def reference(directory, texts):
+    """The log-probabilities of the sampled tokens of each text, by the class of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    found = []
+    for prompt, sampled in texts:
+        with torch.no_grad():
+            logs = model(torch.tensor([prompt + sampled])).logits[0].log_softmax(-1)
+        found.append([logs[len(prompt) - 1 + i, token].item() for i, token in enumerate(sampled)])
+    return found
+
+
+def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
+    tokenizer = load_tokenizer(chat_model)
+    model = from_pretrained(chat_model)
+    prompts = kept.usable_prompts(tokenizer, True, 128)
+    ends = {256, tokenizer.eos_token_id}  # bytes' <|endoftext|>, and the end of a turn
+    ids, targets = kept.sample_base(model, tokenizer, prompts)
+    texts = []
+    for prompt, row, wanted in zip(prompts, ids.tolist(), targets.tolist(), strict=True):
+        asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        sampled = [token for token in wanted if token != -100]
+        assert row[: len(asked)] == asked
+        assert row[len(asked) : len(asked) + len(sampled) - 1] == sampled[:-1]
+        assert not ends & set(sampled[:-1])
+        assert len(sampled) == kept.NEW_TOKENS or sampled[-1] in ends
+        texts.append((asked, sampled))
+    assert any(len(sampled) < kept.NEW_TOKENS for _, sampled in texts)
+    before, after = (
+        kept.sample_nats(from_pretrained(d), ids, targets) for d in (chat_model, tuned)
+    )
+    result = kept.estimate(before, after, targets)
+    differences = [
+        p - q
+        for base, other in zip(reference(chat_model, texts), reference(tuned, texts), strict=True)
+        for p, q in zip(base, other, strict=True)
+    ]
+    assert result["val/kept"] == pytest.approx(sum(differences) / len(differences), abs=1e-5)
+    assert kept.estimate(before, before, targets)["val/kept"] == 0
+
+
+def test_it_estimates_the_divergence_of_the_base_from_the_tuned_model(chat_model, tuned):
+    """Unbiased: its mean over many samples is near the divergence, summed over the vocabulary."""
+    base, other = from_pretrained(chat_model), from_pretrained(tuned)
+    tokenizer = load_tokenizer(chat_model)
+    ids, targets = kept.sample_base(base, tokenizer, ["the cat"] * 200)
+    with torch.no_grad():
+        p, q = base(ids).log_softmax(-1), other(ids).log_softmax(-1)
+    exact = (p.exp() * (p - q)).sum(-1)[targets != -100].mean().item()
+    nats = [kept.sample_nats(model, ids, targets) for model in (base, other)]
+    result = kept.estimate(*nats, targets)
+    assert abs(result["val/kept"] - exact) < 4 * result["val/kept_stderr"]
+    assert result["val/kept_stderr"] < exact / 2
+
+
+def test_a_tokenizer_that_lacks_characters_and_a_short_model_leave_prompts_out():
+    assert kept.usable_prompts(char_tokenizer("abc"), False, 128) == []
+    assert kept.usable_prompts(byte_tokenizer(), False, 60) == [
+        text for text in kept.PROMPTS if len(text.encode()) <= 60 - 32
+    ]
+
+
+def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
+    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
+    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 512, "--save_every", 4]
+    flags += ["--max_steps", 8, "--learning_rate", 1e-2, "--sample_every", 0, "--eval_every", 0]
+    flags += ["--keep_best", "false"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_recipe("chat_sft", *flags, "--output_dir", one)
+    [value] = [line["val/kept"] for line in metrics(one) if "val/kept" in line]
+    assert value > 0.1
+    card = (one / "README.md").read_text()
+    assert f"| val/kept | {value:.4f} |" in card
+    assert kept.PROMPTS[0] in card
+    command = ["recipes/chat_sft.py", *flags, "--output_dir", two]
+    launch(*command, "--max_hours", 1e-9, processes=2)  # stops after an update
+    launch(*command, processes=2)
+    [again] = [line["val/kept"] for line in metrics(two) if "val/kept" in line]
+    assert again == pytest.approx(value, abs=1e-4)
+
+
+def test_the_quarters_of_a_run_that_costs_more_are_measured(chat_base, tmp_path):
+    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
+    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 8192, "--eval_every", 0]
+    flags += ["--max_steps", 12, "--sample_every", 0, "--keep_best", "false", "--save_every", 0]
+    run_recipe("chat_sft", *flags, "--output_dir", tmp_path / "run")
+    lines = [line["step"] for line in metrics(tmp_path / "run") if "val/kept" in line]
+    assert lines == [3, 6, 9, 12]
