@@ -5,7 +5,7 @@ PART ?= tests
 ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-course test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real test-course test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -48,6 +48,12 @@ test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, da
 
 test-models: .venv/installed-dev  ## test all model families of transformers: resume, two processes, FSDP2, chat; 15 minutes
 	RELIABILITY=long MODELS=long $(BIN)/python -m pytest tests/models/test_any_model.py
+
+# A folder with smollm2-135m-instruct/ and gemma-3-270m/, Hugging Face directories.
+MODELS ?= models
+
+test-real: .venv/installed-dev  ## test two pretrained models, in MODELS: logits, chat, fine-tuning; 30 minutes
+	MODELS=$(MODELS) $(BIN)/python -m pytest tests/test_real_models.py
 
 test-course: .venv/installed-dev  ## run all notebooks of course/, twice each; 30 minutes
 	COURSE=long $(BIN)/python -m pytest tests/test_course.py

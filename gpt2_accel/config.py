@@ -50,7 +50,7 @@ def required(help: str) -> Any:
 
 def derived(help: str) -> Any:
     """Returns a field that is None until `TrainConfig.derive`, unless the user sets it."""
-    return setting(None, help)
+    return field(default=None, metadata={"help": help, "derived": True})
 
 
 @dataclass
@@ -203,7 +203,7 @@ class TrainConfig:
         for name, choices in choices_of.items():
             value = getattr(self, name)
             for word in value if isinstance(value, list) else [value]:
-                if word not in choices:
+                if word is not None and word not in choices:
                     raise ValueError(f"{name} must be one of {', '.join(choices)}, got {word!r}")
 
     @property
@@ -276,11 +276,21 @@ class TrainConfig:
         total = self.max_steps * full
         return BatchSchedule(full, total, start, ramp, step, seen)
 
-    def derive(self, **values: float) -> None:
+    def derive(self, **values: float | str) -> None:
         """Sets the settings that the user did not give. See `derived`."""
         for name, value in values.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+
+    def keep(self, saved: dict[str, Any]) -> None:
+        """Sets the `derived` settings that the user did not give to those of the resumed run.
+
+        `saved` are the run's settings, empty for a new run.
+        """
+        names = {each.name for each in fields(self) if "derived" in each.metadata}
+        if self.epochs is not None:
+            names -= {"max_steps"}
+        self.derive(**{name: saved[name] for name in names & saved.keys()})
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without the `NOT_SAVED`."""

@@ -15,7 +15,7 @@ Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins a
 import math
 from dataclasses import dataclass
 
-from chat_sft import ChatSFT, closing_line, fit_to_data, open_data
+from chat_sft import ChatSFT, closing_line, fit_to_data, keep_settings, open_data
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, derived, parse_config, setting
@@ -60,6 +60,8 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     largest = min(BATCH, 2 ** int(math.log2(pairs)))
     batch = config.batch_size or round_up(largest, processes)
     tokens = batch * length
+    if config.batch_size and "total_batch_size" not in config.given:
+        config.total_batch_size = tokens  # also of a run that is resumed
     config.derive(total_batch_size=tokens, micro_batch_size=MICRO_BATCH)
     if config.batch_size and config.total_batch_size != tokens:
         raise ValueError(
@@ -68,7 +70,7 @@ def fit_to_pairs(config: ChatDPO, processes: int) -> str:
         )
     if config.max_steps is None:
         config.epochs = config.epochs or EPOCHS
-    return fit_to_data(config, 1, processes)
+    return fit_to_data(config, 1, processes, pretrained=True)
 
 
 def main() -> None:
@@ -81,7 +83,9 @@ def main() -> None:
     reference = open_data(config, config.max_length, pairs=True)
     check_pairs(config.data_dir, wanted=True)
     objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type)
-    process_state().print(fit_to_pairs(config, process_state().num_processes))
+    processes = process_state().num_processes
+    keep_settings(config, processes)
+    process_state().print(fit_to_pairs(config, processes))
     if train(config, objective=objective, callbacks=[objective]):
         process_state().print(closing_line(config))
 

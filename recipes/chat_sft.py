@@ -28,15 +28,17 @@ from gpt2_accel.runtime.recipe_command import recipe_command
 
 FEW = 8  # conversations: too few to learn from
 EPOCHS = 3
-MOST_EPOCHS = 20
-FEWEST_UPDATES = 900
 WARMUP_SHARE = 0.1  # share of the updates
 UPDATES_PER_EPOCH = 300
-# The best rate falls with the width, as in µP (Yang et al., 2022, arXiv:2203.03466).
+# Of a model that was trained here on few tokens. The best rate falls with the width, as in µP (Yang
+# et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
-# The rate of LoRA, in rates of full fine-tuning (Schulman et al., 2025, LoRA Without Regret;
-# measured in docs/chat.md).
-LORA_RATE = 10
+FEWEST_UPDATES = 900
+MOST_EPOCHS = 20
+# Of a pretrained model, which forgets with each update; its rate is in gpt2_accel/tuning.py.
+PRETRAINED_UPDATES = 40
+PRETRAINED_EPOCHS = 10
+PRETRAINED_BATCH = 512  # tokens, at least
 LONGEST_WINDOW = 1024  # tokens
 MICRO_BATCH = 8192  # tokens
 LARGEST_BATCH = 65536  # tokens
@@ -191,21 +193,37 @@ def open_data(config: ChatSFT, longest: int | None, pairs: bool = False) -> Path
         return local_directory(verified_directory(find_model(config, pairs)))
 
 
-def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
-    """Sets the settings that follow from the data, the model's width and the number of processes,
-    unless they are given.
+def keep_settings(config: ChatSFT, processes: int) -> None:
+    """Sets the settings that are not given to those of the run that is resumed, if there is one.
+
+    Another number of processes may need another batch. All ranks call it.
+    """
+    from gpt2_accel.runtime.processes import on_main_process
+    from gpt2_accel.tuning import saved_settings
+
+    saved = on_main_process(lambda: saved_settings(config))
+    if saved and saved["total_batch_size"] % (processes * saved["sequence_length"]):
+        del saved["total_batch_size"], saved["micro_batch_size"]
+    config.keep(saved)
+
+
+def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -> str:
+    """Sets the settings that follow from the data, the model and the number of processes, unless
+    they are given.
 
     Returns a line with the choice. It is the same for the same data: a resumed run continues
     exactly.
     """
     from gpt2_accel.data.conversations import plural
+    from gpt2_accel.tuning import LORA_RATE, pretrained_rate
 
     manifest = read_manifest(config.data_dir)
     train = manifest["splits"]["train"]
     length = config.sequence_length or manifest["sequence_length"]
     windows = train["tokens"] // length
-    largest = min(windows / UPDATES_PER_EPOCH, LARGEST_BATCH / length)
-    batch = round_up(2 ** int(math.log2(max(1, largest))), processes)  # windows
+    smallest = PRETRAINED_BATCH / length if pretrained else 1
+    fitting = max(smallest, min(windows / UPDATES_PER_EPOCH, LARGEST_BATCH / length))
+    batch = round_up(2 ** int(math.log2(max(1, fitting))), processes)  # windows
     config.sequence_length = length
     config.derive(total_batch_size=batch * length)
     batch = config.total_batch_size // length
@@ -213,14 +231,16 @@ def fit_to_data(config: ChatSFT, width: int, processes: int) -> str:
 
     epoch = math.ceil(windows / max(1, batch))  # updates
     if config.max_steps is None:
-        epochs = min(MOST_EPOCHS, math.ceil(FEWEST_UPDATES / epoch))
-        epochs = config.epochs or max(EPOCHS, epochs)
+        fewest, most = FEWEST_UPDATES, MOST_EPOCHS
+        if pretrained:
+            fewest, most = PRETRAINED_UPDATES, PRETRAINED_EPOCHS
+        epochs = config.epochs or max(EPOCHS, min(most, math.ceil(fewest / epoch)))
         config.max_steps = max(1, round(epochs * epoch))
         config.epochs = None
     steps = config.max_steps
-    rate = RATE_TIMES_WIDTH / width
-    if config.lora:
-        rate *= LORA_RATE
+    rate = RATE_TIMES_WIDTH / width * (LORA_RATE if config.lora else 1)
+    if pretrained:
+        rate = pretrained_rate(config)
     config.derive(learning_rate=float(f"{rate:.2g}"), warmup_steps=round(WARMUP_SHARE * steps))
 
     evaluations = math.ceil(epoch / LONGEST_INTERVAL)  # evaluations per epoch
@@ -252,9 +272,13 @@ def main() -> None:
     from gpt2_accel.hf.convert import read_config
     from gpt2_accel.runtime.processes import process_state
     from gpt2_accel.train import train
+    from gpt2_accel.tuning import is_pretrained
 
     width = read_config(open_data(config, config.sequence_length)).n_embd
-    process_state().print(fit_to_data(config, width, process_state().num_processes))
+    processes = process_state().num_processes
+    keep_settings(config, processes)
+    pretrained = is_pretrained(str(config.init_from))
+    process_state().print(fit_to_data(config, width, processes, pretrained))
     if train(config):
         process_state().print(closing_line(config))
 

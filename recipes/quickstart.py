@@ -12,7 +12,7 @@ of a study on this text at half this width (docs/results.md); the learning rate 
 minutes on 2 CPU cores.
 
 `--init_from DIR_OR_HUB_ID` continues training a model of your own, with its tokenizer: give a
-`--data_dir` of your own too.
+`--data_dir` of your own too. A pretrained model gets AdamW at a rate that it survives.
 """
 
 import json
@@ -57,8 +57,12 @@ class Quickstart(TrainConfig):
     total_batch_size: int = 16 * 128
     max_steps: int = 1000
 
-    optimizer: str = "muon"
-    learning_rate: float = 1.8e-2
+    optimizer: str = derived(
+        "'adamw', or 'muon' for the blocks' matrices; default muon, or adamw for a pretrained model"
+    )
+    learning_rate: float = derived(
+        "peak learning rate; default 0.018, or 3e-5 for a pretrained model"
+    )
     lr_schedule: str = "linear"
     min_lr_ratio: float = 0.0
     warmup_steps: int = 10
@@ -109,31 +113,39 @@ def prepare_corpus(config: Quickstart) -> None:
 
 
 def decay_for(config: Quickstart) -> float:
-    """Returns the weight decay: 1.6 for little text that is read often, else 0.3; a resumed run
-    keeps its own. All ranks call it."""
-    from gpt2_accel.checkpoint.find import find_checkpoint, read_state
+    """Returns the weight decay of a new model: 1.6 for little text that is read often, else 0.3."""
     from gpt2_accel.hf.convert import configured_shape
-    from gpt2_accel.runtime.processes import on_main_process, process_state
+    from gpt2_accel.runtime.processes import process_state
 
-    def saved_settings() -> dict:
-        checkpoint = find_checkpoint(config.resume_from, config.output_dir)
-        return read_state(checkpoint)["settings"] if checkpoint else {}
-
-    saved = on_main_process(saved_settings)
-    if "weight_decay" in saved:
-        return saved["weight_decay"]
     manifest = read_manifest(config.data_dir)
     tokens = manifest["splits"]["train"]["tokens"]
     parameters = configured_shape(config, manifest["tokenizer"]["vocab_size"]).parameter_count
     passes = config.epochs or config.max_steps * config.total_batch_size / tokens
-    enough = tokens >= TOKENS_PER_PARAMETER * parameters or passes < PASSES
-    if enough or config.init_from:
+    if tokens >= TOKENS_PER_PARAMETER * parameters or passes < PASSES:
         return 0.3
     process_state().print(
         f"weight decay 1.6 instead of 0.3: {tokens:,} tokens for {parameters:,} parameters, read "
         f"{passes:.2g} times"
     )
     return 1.6
+
+
+def fit_to_model(config: Quickstart) -> None:
+    """Sets the settings that depend on the model that the run starts with, unless they are given.
+
+    A resumed run keeps its own. All ranks call it.
+    """
+    from gpt2_accel.runtime.processes import on_main_process
+    from gpt2_accel.tuning import is_pretrained, pretrained_rate, saved_settings
+
+    config.keep(on_main_process(lambda: saved_settings(config)))
+    if config.init_from and is_pretrained(config.init_from):
+        config.derive(optimizer="adamw", learning_rate=pretrained_rate(config), weight_decay=0.0)
+    elif config.init_from:
+        config.derive(weight_decay=0.3)
+    config.derive(optimizer="muon", learning_rate=1.8e-2)
+    if config.weight_decay is None:
+        config.weight_decay = decay_for(config)
 
 
 def next_steps(config: Quickstart) -> str:
@@ -167,8 +179,7 @@ def main() -> None:
                     f"{error}; or leave out --data_dir for Python's standard library"
                 ) from error
             prepare_corpus(config)
-    if config.weight_decay is None:
-        config.weight_decay = decay_for(config)
+    fit_to_model(config)
     if train(config):
         process_state().print(next_steps(config))
 

@@ -20,7 +20,7 @@ ROOMS = """
     evals
     estimate
     runtime
-    run preferences
+    run preferences tuning
     callbacks lifecycle first_model
     setup
     train

@@ -3,13 +3,16 @@
 import shutil
 
 import pytest
+import yaml
 from conftest import (
     chat_rows,
     load_recipe,
     losses,
     metrics,
     refused,
+    run,
     run_recipe,
+    tiny_config,
     write_lines,
 )
 from launching import launch, python
@@ -29,6 +32,11 @@ def chat_data(chat_base, tmp_path_factory):
     flags = ("--model", chat_base, "--sequence_length", 128, "--data_dir", folder / "shards")
     run_recipe("prepare_data", "chat", rows, *flags)
     return folder / "shards"
+
+
+def rate_of(folder):
+    """The learning rate in a run's settings."""
+    return yaml.safe_load((folder / "config.yaml").read_text())["learning_rate"]
 
 
 def settings(data, folder, **changes):
@@ -69,26 +77,50 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("windows", "processes", "expected"),
+    ("windows", "processes", "pretrained", "expected"),
     [  # windows per update, updates, warmup, updates between evaluations
-        (11, 2, (2, 120, 12, 6)),
-        (2057, 1, (4, 1545, 154, 172)),
-        (200_000, 8, (128, 4689, 469, 224)),
+        (11, 2, False, (2, 120, 12, 6)),
+        (2057, 1, False, (4, 1545, 154, 172)),
+        (200_000, 8, False, (128, 4689, 469, 224)),
+        (11, 2, True, (2, 42, 4, 6)),
+        (200, 1, True, (1, 600, 60, 200)),
+        (2057, 1, True, (4, 1545, 154, 172)),
     ],
 )
-def test_settings_follow_from_the_data(windows, processes, expected, monkeypatch):
+def test_settings_follow_from_the_data(windows, processes, pretrained, expected, monkeypatch):
     recipe = load_recipe("chat_sft")
     train = {"tokens": windows * 512, "documents": 2 * windows}
     manifest = {"splits": {"train": train}, "sequence_length": 512}
     monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
-    recipe.fit_to_data(config, 128, processes)
+    recipe.fit_to_data(config, 128, processes, pretrained)
     actual = (config.max_steps, config.warmup_steps, config.eval_every)
     assert (config.total_batch_size // 512, *actual) == expected
+    assert config.learning_rate == (3e-5 if pretrained else 0.0031)
     config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
-    recipe.fit_to_data(config, 128, processes)
+    recipe.fit_to_data(config, 128, processes, pretrained)
     assert config.max_steps == 7
     assert config.learning_rate == 0.1
+
+
+def test_a_model_trained_here_and_its_descendants_take_a_higher_rate_than_a_pretrained_one(
+    chat_data, chat_base, data_dir, tmp_path
+):
+    base, tuned, again, other = (tmp_path / name for name in ("base", "tuned", "again", "other"))
+    run(tiny_config(data_dir, base, max_steps=2, n_positions=128, total_batch_size=512))
+    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
+    flags = ["--data", rows, "--max_steps", 1, "--sample_every", 0]
+    for model, folder in ((base, tuned), (tuned / "best", again), (chat_base, other)):
+        run_recipe("chat_sft", *flags, "--model", model, "--output_dir", folder)
+    rates = [rate_of(folder) for folder in (tuned, again, other)]
+    assert rates == [0.013, 0.013, 3e-5]
+    shutil.rmtree(base)  # what `again` comes from is no longer known
+    flags[3] = 2  # another update, of a run that keeps its rate
+    run_recipe("chat_sft", *flags, "--model", tuned / "best", "--output_dir", again)
+    assert rate_of(again) == 0.013
+    shutil.rmtree(again)
+    run_recipe("chat_sft", *flags, "--model", tuned / "best", "--output_dir", again)
+    assert rate_of(again) == 3e-5
 
 
 def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):
@@ -107,7 +139,7 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_
     flags = ["--model", chat_base, "--data", file, "--output_dir", tmp_path / "run"]
     launch(RECIPE, *flags, "--sample_tokens", 4, processes=2)
     values = [line["val/loss"] for line in metrics(tmp_path / "run") if "val/loss" in line]
-    assert len(values) == 20
+    assert len(values) == 10
     assert values[-1] < values[0]
     assert (tmp_path / "run/best").is_dir()
     [data] = (tmp_path / "run").glob("data-*")

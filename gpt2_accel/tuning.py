@@ -1,0 +1,76 @@
+"""Defaults for training on from a model: which rate a pretrained model survives.
+
+A model that was trained here on few tokens takes a rate for new weights. A pretrained model loses
+what it knows at such a rate, while the validation loss falls: docs/chat.md has the study.
+"""
+
+from pathlib import Path
+
+from gpt2_accel.checkpoint.find import find_checkpoint, read_state
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.runtime.files import parse_json
+from gpt2_accel.runtime.options import load_saved
+
+PRETRAINED_RATE = 3e-5  # AdamW's peak
+LORA_RATE = 10  # rates of full fine-tuning (Schulman et al., 2025, LoRA Without Regret)
+# Training tokens per parameter of a model with little to lose: compute-optimal training takes more
+# (Hoffmann et al., 2022, arXiv:2203.15556).
+FEW_TOKENS = 20
+FAR = 5  # times the rate: a given rate above that is remarked on
+
+
+def is_pretrained(model: str | Path) -> bool:
+    """Whether a model is from elsewhere, or was trained here on more than `FEW_TOKENS`."""
+    tokens = tokens_per_parameter(model)
+    return tokens is None or tokens > FEW_TOKENS
+
+
+def tokens_per_parameter(model: str | Path) -> float | None:
+    """Returns the training tokens per parameter of a model that began here with new weights.
+
+    Counts the tokens of all runs that led to it: the `config.yaml` of a run names the model that it
+    began from. None for a model from elsewhere, such as the Hub, or if one of the runs is gone.
+    """
+    tokens = 0
+    known = set()
+    while model and model not in known:
+        known.add(model)
+        folders = [Path(model), Path(model).parent]  # of a run; of a checkpoint, or of `best`
+        run_dir = next((each for each in folders if (each / "run.json").is_file()), None)
+        if run_dir is None:
+            return None
+        try:
+            about = parse_json((run_dir / "run.json").read_text(encoding="utf-8"))
+            tokens += about["tokens"]
+            model = load_saved(run_dir / "config.yaml")["init_from"]
+            if model is None:
+                return tokens / about["parameters"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    return None
+
+
+def pretrained_rate(config: TrainConfig) -> float:
+    """Returns the default peak rate of AdamW for a pretrained model."""
+    return PRETRAINED_RATE * (LORA_RATE if config.lora else 1)
+
+
+def rate_remark(config: TrainConfig) -> str:
+    """Returns a line about a rate that a pretrained model does not survive; else an empty text."""
+    rate = pretrained_rate(config)
+    far = config.learning_rate > FAR * rate
+    if not (config.init_from and far and is_pretrained(config.init_from)):
+        return ""
+    return (
+        f"a learning rate of {config.learning_rate:g} is {config.learning_rate / rate:.0f} times "
+        f"{rate:g}, which a pretrained model survives: it may forget what it knows"
+    )
+
+
+def saved_settings(config: TrainConfig) -> dict:
+    """Returns the settings of the checkpoint that the run resumes, empty for a new run.
+
+    Raises as `find_checkpoint` does.
+    """
+    checkpoint = find_checkpoint(config.resume_from, config.output_dir)
+    return read_state(checkpoint)["settings"] if checkpoint else {}
