@@ -5,7 +5,7 @@ PART ?= tests
 ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real test-course test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -52,6 +52,10 @@ test-models: .venv/installed-dev  ## test all model families of transformers: re
 # A folder with smollm2-135m-instruct/ and gemma-3-270m/, Hugging Face directories.
 MODELS ?= models
 
+bench-real: .venv/installed-dev  ## speed and memory of fine-tuning two pretrained models, in MODELS; 60 minutes on 2 cores
+	$(BIN)/python benchmarks/chat.py smollm2 gemma --models $(MODELS)
+	$(BIN)/python benchmarks/table.py
+
 test-real: .venv/installed-dev  ## test two pretrained models, in MODELS: logits, chat, fine-tuning; 30 minutes
 	MODELS=$(MODELS) $(BIN)/python -m pytest tests/test_real_models.py
 
@@ -70,7 +74,7 @@ test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, com
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores
 	$(BIN)/python benchmarks/measure.py gpt2 qwen3 baby generation
 	$(BIN)/python benchmarks/shakespeare.py
-	$(BIN)/python benchmarks/chat.py quickstart smollm2
+	$(BIN)/python benchmarks/chat.py quickstart
 	$(BIN)/python benchmarks/table.py
 
 GPU_tests := benchmarks/gpu_checks.py

@@ -1,17 +1,17 @@
 """Compares the speed of fine-tuning on conversations with TRL's trainers.
 
-    python benchmarks/chat.py quickstart smollm2
+    python benchmarks/chat.py quickstart smollm2 gemma --models MODELS
 
 Each model has three comparisons: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
 `chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the
 same conversations or pairs. Updates have the same mean number of tokens that count in the loss.
 `SFTTrainer` is measured with packed windows and with padded batches of conversations.
 
-- quickstart: the quickstart's model. A window has its 128 positions.
-- smollm2: a Llama with the proportions of SmolLM2-135M: half its width, 8 of its 30 layers, and a
-  vocabulary with which the head has SmolLM2's share of the parameters. A window has 128 tokens.
+- quickstart: the quickstart's model, with random weights and a small BPE. A window has its 128
+  positions.
+- smollm2, gemma: `smollm2-135m-instruct/` and `gemma-3-270m/`, Hugging Face directories in MODELS.
+  A window has 256 tokens.
 
-The weights are random and the tokenizer is a small BPE: neither changes the speed.
 `benchmarks/table.py` prints the results.
 """
 
@@ -29,29 +29,18 @@ from measure import rows, run_in_turns
 from processes import Job
 from results import RESULTS, write_result
 
-from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.tokenizer import train_bpe
+from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
+from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
 
 from python_conversations import conversations, documented
 
 QUICKSTART = {"n_positions": 128, "n_layer": 2, "n_head": 2, "n_embd": 128}
-SMOLLM2 = {
-    "vocab_size": 8192,
-    "hidden_size": 288,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100_000.0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
+REAL = {"smollm2": "smollm2-135m-instruct", "gemma": "gemma-3-270m"}
 BPE = 4096
 REPEATS = 12  # conversations with each question
 # Fewer than questions: both programs compute the reference's log-probabilities of all pairs before
@@ -72,26 +61,23 @@ class Setup:
 
 SETUPS = {
     "quickstart": Setup("The quickstart's model", 128, 8, 8, 20),
-    "smollm2": Setup("SmolLM2-135M's proportions, 9.4M parameters", 128, 2, 2, 10),
+    "smollm2": Setup("SmolLM2-135M-Instruct", 256, 2, 2, 5),
+    "gemma": Setup("Gemma 3 270M", 256, 2, 2, 5),
 }
 
 
-def write_model(name: str, folder: Path, texts: Sequence[str]) -> None:
-    """Writes a chat model with random weights and a BPE trained on the texts."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    base = folder / "base"
-    tokenizer = train_bpe(texts, BPE)
-    save_pretrained(GPT(GPTConfig(len(tokenizer), **QUICKSTART)), base, tokenizer)
-    tokenizer = chat_tokenizer(base)
+def write_model(name: str, folder: Path, texts: Sequence[str], models: Path) -> None:
+    """Writes a chat model: random weights and a BPE trained on the texts, or a real model."""
+    base = models / REAL.get(name, "")
     if name == "quickstart":
-        model = GPT(GPTConfig(len(tokenizer), **QUICKSTART))
-        save_pretrained(model, folder / "model", tokenizer)
-    else:
-        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        LlamaForCausalLM(LlamaConfig(**SMOLLM2, **ids)).save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        torch.manual_seed(0)
+        base = folder / "base"
+        tokenizer = train_bpe(texts, BPE)
+        save_pretrained(GPT(GPTConfig(len(tokenizer), **QUICKSTART)), base, tokenizer)
+    known = len(load_tokenizer(base))
+    tokenizer = chat_tokenizer(base)
+    model = with_rows(from_pretrained(base), known, len(tokenizer))
+    save_pretrained(model, folder / "model", tokenizer)
 
 
 def write_rows(folder: Path) -> list[str]:
@@ -176,6 +162,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="+", choices=SETUPS, metavar="NAME", help=", ".join(SETUPS))
+    parser.add_argument("--models", type=Path, default=Path("models"), help="of smollm2 and gemma")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--updates", type=int, help="updates per turn; default by model")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
@@ -186,7 +173,7 @@ def main() -> None:
         updates = options.updates or setup.updates
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            write_model(name, folder, write_rows(folder))
+            write_model(name, folder, write_rows(folder), options.models)
             for number, jobs in enumerate(comparisons_of(folder, setup)):
                 replies = run_in_turns(jobs, options.rounds, updates, folder / f"runs{number}")
                 result_rows += rows(jobs, replies, updates)

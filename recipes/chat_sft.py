@@ -259,11 +259,19 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
 
 
 def closing_line(config: ChatSFT) -> str:
-    """Returns a line that says where the models are after training."""
+    """Returns where the models are after training, and the next commands."""
     line = f"\nThe model is in {config.output_dir}"
     if Path(config.output_dir, "best").exists():
         line += f", the model with the lowest validation loss in {config.output_dir}/best"
-    return f"{line}."
+    talk = recipe_command("sample", "--model", config.output_dir, "--chat", "true")
+    models = [str(config.init_from), config.output_dir]
+    measure = recipe_command(
+        "evaluate", "--model", *models, "--tasks", "chat", "--data", "my_questions.jsonl"
+    )
+    return (
+        f"{line}. To talk to it, and to compare its answers to your own questions with the base's:"
+        f"\n  {talk}\n  {measure}"
+    )
 
 
 def main() -> None:

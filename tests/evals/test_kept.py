@@ -102,6 +102,11 @@ def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     launch(*command, processes=2)
     [again] = [line["val/kept"] for line in metrics(two) if "val/kept" in line]
     assert again == pytest.approx(value, abs=1e-4)
+    sharded = ("--mixed_precision", "no", "--dynamo_backend", "no", "tests/fsdp_script.py")
+    flags += ["--output_dir", tmp_path / "fsdp"]
+    launch(*sharded, *flags, processes=2, config="8xa100_fsdp2", RECIPE="chat_sft")
+    [again] = [line["val/kept"] for line in metrics(tmp_path / "fsdp") if "val/kept" in line]
+    assert again == pytest.approx(value, abs=1e-4)
 
 
 def test_the_quarters_of_a_run_that_costs_more_are_measured(chat_base, tmp_path):
