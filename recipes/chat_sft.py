@@ -36,7 +36,7 @@ RATE_TIMES_WIDTH = 0.4
 FEWEST_UPDATES = 900
 MOST_EPOCHS = 20
 # Of a pretrained model, which forgets with each update; its rate is in gpt2_accel/tuning.py.
-PRETRAINED_UPDATES = 40
+PRETRAINED_UPDATES = 100
 PRETRAINED_EPOCHS = 10
 PRETRAINED_BATCH = 512  # tokens, at least
 LONGEST_WINDOW = 1024  # tokens
