@@ -31,10 +31,10 @@ from cards import EXPECTED, difference
 from results import RESULTS, kind, machine
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.conversations import prepare_conversations
+from gpt2_accel.data.conversations import PADDING, prepare_conversations
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.estimate.memory import MARGIN
-from gpt2_accel.hf.chat_template import BEGIN_TURN, CHATML, END_TURN, PADDING
+from gpt2_accel.hf.chat_template import BEGIN_TURN, CHATML, END_TURN
 from gpt2_accel.hf.model_card import installed_versions
 from gpt2_accel.runtime.device import has_bf16, launch_device, total_memory
 from gpt2_accel.runtime.files import first_line, read_json_lines, write_json

@@ -35,6 +35,8 @@ INERT_NAMES = """
     sample_every sample_prompts sample_tokens push_to_hub hub_strategy max_hours log_every report_to
 """
 INERT = frozenset(INERT_NAMES.split())
+# Settings that determine the shape of a new model.
+SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
 
 
 def setting(default: Any, help: str) -> Any:

@@ -25,7 +25,7 @@ from gpt2_accel.checkpoint.state_dict import (
     json_copy,
 )
 from gpt2_accel.checkpoint.writer import CheckpointWriter
-from gpt2_accel.config import TrainConfig
+from gpt2_accel.config import SHAPE, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import data_fingerprint
@@ -42,9 +42,6 @@ from gpt2_accel.runtime.metadata import changed_settings, describe_run, describe
 from gpt2_accel.runtime.processes import all_or_none, any_rank, on_main_process
 from gpt2_accel.runtime.signals import StopRequest
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
-
-# Settings that determine the shape of a new model.
-SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
 
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
 """A scalar, or a pair of a scalar and figures to log, all means over what a micro-batch counts."""

@@ -89,7 +89,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
     """
     from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
     from gpt2_accel.data.chat_tokens import prompt_tokens
-    from gpt2_accel.data.conversations import prepare_conversations, summary
+    from gpt2_accel.data.conversations import prepare_conversations, summary, with_padding
     from gpt2_accel.generation.sampling import user_turn
     from gpt2_accel.hf.chat_template import chat_tokenizer
     from gpt2_accel.hf.convert import local_directory, read_config
@@ -117,7 +117,8 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
             f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give "
             "fewer"
         )
-    inputs = digest(file), fingerprint(tokenizer), tokenizer.chat_template, longest
+    known = fingerprint(with_padding(tokenizer))
+    inputs = digest(file), known, tokenizer.chat_template, longest
     folder = run_dir / f"data-{sha256(repr(inputs).encode()).hexdigest()[:8]}"
     config.data_dir = str(folder)
     if (folder / DATA_MANIFEST).is_file():

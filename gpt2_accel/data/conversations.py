@@ -7,6 +7,7 @@ chosen conversation, the second half the rejected, both padded. A preparation ho
 memory, 4 bytes each, and writes one shard per split.
 """
 
+import copy
 import itertools
 import json
 import os
@@ -53,6 +54,7 @@ SPECIAL = (
 TOO_LONG = "of more tokens than a window; --cut keeps the beginning of conversations"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
+PADDING = "<|pad|>"
 SURROGATE = "[\ud800-\udfff]"
 DTYPE = TOKEN_DTYPES["uint32"]
 
@@ -133,8 +135,20 @@ def prepare_conversations(
         options.append(packed)
     if pairs:
         options.append("pairs")
-    plan = plan_of(listed, tokenizer, template, *options)
+    plan = plan_of(listed, with_padding(tokenizer), template, *options)
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
+
+
+def with_padding(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Returns the tokenizer of release 0.5, where padding was never the end of a turn.
+
+    Its fingerprint identifies prepared data, so that a command of 0.5 finds its folder.
+    """
+    if tokenizer.pad_token != tokenizer.eos_token:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([PADDING], special_tokens=True)
+    return tokenizer
 
 
 # From rows to tokens

@@ -22,7 +22,6 @@ from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 BEGIN_TURN = "<|im_start|>"
 END_TURN = "<|im_end|>"
-PADDING = "<|pad|>"
 CHATML = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -46,8 +45,9 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
     """Loads the tokenizer of a model, an HF directory or Hub id, with a chat template.
 
     It is the tokenizer's own template, or ChatML if there is none or with `chatml`. `eos_token` is
-    then the end of a turn, and `pad_token` another token. New tokens come after the old ones, whose
-    ids do not change.
+    then the end of a turn. `pad_token` is another token if the tokenizer has one for padding or for
+    the end of a text, otherwise also the end of a turn: which tokens count does not depend on ids.
+    New tokens come after the old ones, whose ids do not change.
 
     Raises `ValueError` if the template is not suitable for training or the model cannot be trained,
     `FileNotFoundError` if it has no tokenizer or weights.
@@ -57,8 +57,8 @@ def chat_tokenizer(name: str | Path, chatml: bool = False) -> "PreTrainedTokeniz
         tokenizer.chat_template = CHATML
         tokenizer.add_tokens([BEGIN_TURN, END_TURN], special_tokens=True)
     end = end_of_turn(tokenizer, name)
-    others = (tokenizer.pad_token, tokenizer.eos_token, PADDING)
-    padding = next(token for token in others if token not in (None, end))
+    others = (tokenizer.pad_token, tokenizer.eos_token)
+    padding = next((token for token in others if token not in (None, end)), end)
     tokenizer.add_tokens([padding], special_tokens=True)
     tokenizer.eos_token = end
     tokenizer.pad_token = padding

@@ -113,8 +113,7 @@ def opening_lines(model: AnyModel) -> str:
     """Returns the code that opens the adapter in the folder `name`, for its card."""
     config = model.adapter[0].peft_config["default"]
     base = f"{config.base_model_name_or_path!r}, revision={config.revision!r}"
-    return (
-        f"base = AutoModelForCausalLM.from_pretrained({base})\n"
-        f"base.resize_token_embeddings({model.config.vocab_size})\n"
-        "model = PeftModel.from_pretrained(base, name)"
-    )
+    lines = [f"base = AutoModelForCausalLM.from_pretrained({base})"]
+    if config.trainable_token_indices:  # rows of tokens that the base may not have
+        lines.append(f"base.resize_token_embeddings({model.config.vocab_size})")
+    return "\n".join([*lines, "model = PeftModel.from_pretrained(base, name)"])

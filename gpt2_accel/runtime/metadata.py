@@ -5,7 +5,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.config import INERT, TrainConfig
+from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
@@ -64,10 +64,13 @@ def describe_run(run: "Run") -> dict:
 
 
 def describe_training(run: "Run") -> Training:
-    """Returns the model card's description of the run so far."""
+    """Returns the model card's description of the run so far, with the sizes of its model."""
     log = run.log
+    shape = run.empty.config
+    sizes = {name: getattr(shape, name) for name in SHAPE if hasattr(shape, name)}
+    sizes["sequence_length"] = run.config.tokens_per_sequence
     return Training(
-        settings=run.config.settings(),
+        settings=run.config.settings() | sizes,
         data=run.metadata["data"],
         tokens=log.tokens,
         hours=log.seconds / 3600,

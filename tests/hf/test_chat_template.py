@@ -6,11 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import read_json, refused, reset_accelerate
+from conftest import chat_rows, read_json, refused, reset_accelerate, write_lines
 from transformers import pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
+from gpt2_accel.data.conversations import prepare_conversations
+from gpt2_accel.data.loader import EvalLoader, open_split
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
@@ -143,6 +145,36 @@ def test_a_template_that_can_be_trained_with_is_kept(chat_base, tmp_path):
     assert tokenizer.eos_token == "<|stop|>"
     assert tokenizer.pad_token == "<|endoftext|>"
     assert len(tokenizer) == 260
+
+
+def padded_by_its_end(base, folder):
+    """Copies a model to one whose template's end of a turn is EOS and padding, as SmolLM2's."""
+    tokenizer = load_tokenizer(with_template(base, folder, OWN))
+    tokenizer.eos_token = tokenizer.pad_token = "<|stop|>"
+    save_pretrained(with_rows(from_pretrained(base), 257, 260), folder, tokenizer)
+    return folder
+
+
+def test_an_end_of_turn_that_pads_counts_where_it_ends_a_turn(chat_base, tmp_path):
+    tokenizer = chat_tokenizer(padded_by_its_end(chat_base, tmp_path / "own"))
+    assert len(tokenizer) == 260
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 259
+    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(9))
+    options = {"sequence_length": 64, "source": "made up", "model": "none"}
+    prepare_conversations([str(rows)], tokenizer, tmp_path / "data", **options)
+    targets = []
+    for split in ("train", "val"):
+        parts = open_split(tmp_path / "data", split)
+        loader = EvalLoader(parts, sequence_length=64, batch_size=1, max_tokens=2**20)
+        targets += [batch.targets for batch in loader]
+    answers = sum(len(row["messages"][1]["content"]) + len("A: ") for row in chat_rows(9))
+    assert int((torch.cat(targets) == 259).sum()) == 9
+    assert int((torch.cat(targets) >= 0).sum()) == answers + 9
+    older = chat_tokenizer(tmp_path / "own")  # of 0.5
+    older.add_tokens(["<|pad|>"], special_tokens=True)
+    older.pad_token = "<|pad|>"
+    manifest = prepare_conversations([str(rows)], older, tmp_path / "older", **options)
+    assert prepare_conversations([str(rows)], tokenizer, tmp_path / "older", **options) == manifest
 
 
 def test_a_template_without_marks_counts_what_follows_the_prompt(chat_base, tmp_path):

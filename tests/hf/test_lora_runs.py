@@ -22,11 +22,13 @@ from conftest import (
 from families import save_family
 from launching import launch
 from safetensors.torch import load_file
+from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
+from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.lora import add_lora, base_of, opening_lines, write_adapter
 
@@ -118,6 +120,50 @@ def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(c
     before = logits(from_pretrained(start / "base"))
     assert (expected[..., :257] - before).abs().max() > 1e-3
     assert "lm_head.weight" not in load_file(chat_run / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stopped(start):
+    """The folder of a run of two updates whose base has all tokens of its template."""
+    base = padded_by_its_end(start / "base", start / "stop")
+    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}", "--max_steps=2"]
+    run_recipe("chat_sft", *flags(start / "stopped", sequence_length=64), *given)
+    return start / "stopped"
+
+
+def test_an_adapter_without_new_tokens_opens_as_it_is(stopped, start):
+    adapter = stopped / "adapter"
+    card = (adapter / "README.md").read_text()
+    assert "resize" not in card
+    assert "n_layer: 2" in card  # the default is 12
+    assert "n_positions: 128" in card
+    expected = logits(AutoModelForCausalLM.from_pretrained(stopped))
+    base = AutoModelForCausalLM.from_pretrained(start / "stop")
+    for model in (
+        AutoModelForCausalLM.from_pretrained(adapter),
+        peft.PeftModel.from_pretrained(base, adapter),
+    ):
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+
+
+def test_a_run_of_0_5_whose_padding_has_a_row_goes_on(start, tmp_path, monkeypatch):
+    base = padded_by_its_end(start / "base", tmp_path / "base")
+
+    def before(name):
+        tokenizer = chat_tokenizer(name)
+        tokenizer.add_tokens(["<|pad|>"], special_tokens=True)
+        tokenizer.pad_token = "<|pad|>"
+        return tokenizer
+
+    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}"]
+    given += flags(tmp_path / "run", sequence_length=64, save_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt2_accel.hf.chat_template.chat_tokenizer", before)
+        run_recipe("chat_sft", *given, "--max_steps=2")
+    run_recipe("chat_sft", *given, "--max_steps=4")
+    assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 4
+    assert read_json(tmp_path / "run/config.json")["vocab_size"] == 261
+    assert len(list((tmp_path / "run").glob("data-*"))) == 1
 
 
 def test_a_resume_is_exact(chat_run, start, tmp_path):
