@@ -186,6 +186,7 @@ class Run:
         state["position"] = {"sequences": self.schedule.first(self.step)}
         state["settings"] = self.config.settings()
         state["recent"] = self.guard.recent
+        state["bos"] = self.train_loader.bos
         state |= values
         return tensors, json_copy(state)
 

@@ -49,7 +49,7 @@ from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
 from gpt2_accel.tuning import rate_remark
 
 CORE_ITEMS = 500  # items per task in training; nanochat has the same
@@ -84,6 +84,9 @@ def setup(
     torch.manual_seed(config.seed)
     with all_or_none():
         tokenizer = load_data_tokenizer(config.data_dir)
+        bos = added_bos(tokenizer) if config.init_from else []
+        if checkpoint is not None:  # of 0.5 it has no record
+            bos = read_state(checkpoint).get("bos", [])
         prompts = sample_prompts(config, tokenizer, conversations)
         plain = build_model(config, tokenizer, checkpoint, model)
         adapt(plain, config)
@@ -120,7 +123,9 @@ def setup(
     if note:
         accelerator.print(note)
     with all_or_none():
-        train_loader, val_loader = build_loaders(config, accelerator, size)
+        train_loader, val_loader = build_loaders(config, accelerator, size, bos)
+    if bos and not all(stream.sequence_length for stream in train_loader.streams):
+        accelerator.print(f"each window of text begins with {tokenizer.bos_token}")
     evaluations = build_evaluations(
         config, accelerator, plain.config, tokenizer, val_loader, measure
     )
@@ -254,16 +259,17 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
 
 def build_loaders(
-    config: TrainConfig, accelerator: Accelerator, micro_batch_size: int
+    config: TrainConfig, accelerator: Accelerator, micro_batch_size: int, bos: list[int]
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's sequences, for training and validation.
 
-    The second is None if nothing is evaluated. Raises `ValueError` if a split does not exist.
+    `bos` as in `read_window`. The second is None if nothing is evaluated. Raises `ValueError` if a split does not exist.
     """
     common = {
         "sequence_length": config.tokens_per_sequence,
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
+        "bos": bos,
     }
     train_loader = TrainLoader(
         open_split(config.data_dir, "train"),

@@ -345,6 +345,12 @@ def text_start(tokenizer: "PreTrainedTokenizerBase", begins: bool = True) -> lis
     return begin if begins or end else []
 
 
+def added_bos(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Returns BOS if a call of the tokenizer puts it before each text, as Gemma's does."""
+    first = tokenizer("")["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
 def text_ends(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """Returns the tokens that end a text: EOS, and last the token after a document in data."""
     return known_ids(tokenizer, tokenizer.eos_token, END_OF_TEXT) or text_start(tokenizer)

@@ -28,6 +28,7 @@ from gpt2_accel.checkpoint.find import (
     read_state,
     read_status,
     verified_directory,
+    window_bos,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals import Evaluation
@@ -124,9 +125,10 @@ def evaluate(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     data: dict[str, list[Item] | Path],
+    bos: list[int],
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
-    task, for CORE the folder of its bundle. All ranks call it."""
+    task, for CORE the folder of its bundle. `bos` as in `window_bos`. All ranks call it."""
     shape = model.config
     evaluations: list[Evaluation] = []
     notes: list[str] = []
@@ -137,7 +139,7 @@ def evaluate(
         elif name == "hellaswag":
             task = HellaSwag(own, tokenizer, shape)
         elif name == "text":
-            task = TextPerplexity(own, tokenizer, shape, config.stride)
+            task = TextPerplexity(own, tokenizer, shape, config.stride, bos)
         else:
             task = ChatAnswers(own, tokenizer, shape)
         evaluations.append(task)
@@ -145,10 +147,12 @@ def evaluate(
     for split in config.splits:
         assert config.data_dir is not None  # checked by Evaluate
         evaluation, note = prepare_loss(
-            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens
+            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens, bos
         )
         evaluations.append(evaluation)
         notes.append(note)
+    if bos and (config.splits or "text" in config.tasks):
+        notes.append(f"each window of text begins with {tokenizer.bos_token}")
     if config.limit:
         for name in config.tasks:
             if name != "text":
@@ -234,7 +238,8 @@ def main() -> None:
         entry, model, tokenizer = open_model(directory, config.model_class)
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
-        outcome = evaluate(config, accelerator, model, tokenizer, data)
+        bos = window_bos(local_directory(directory), tokenizer)
+        outcome = evaluate(config, accelerator, model, tokenizer, data, bos)
         del model
         accelerator.free_memory()
         results, entry["notes"] = outcome

@@ -1,7 +1,8 @@
 """Data loaders; the training order is a function of the seed and the step.
 
 A sample is a window of `sequence_length` tokens and the token after it; a window of conversations
-holds all of its targets. The position of a window in the training order is computed: there is no
+holds all of its targets. With `bos` that token replaces the first input of each window of text: a
+model whose tokenizer begins texts with BOS expects it there. Targets stay the same. The position of a window in the training order is computed: there is no
 shuffle buffer, no index in memory and no state to save. Each update reads the next positions over
 all ranks, so the order does not depend on the number of ranks or the micro-batch size.
 
@@ -195,14 +196,17 @@ def count_windows(stream: TokenStream, sequence_length: int) -> int:
     return windows
 
 
-def read_window(stream: TokenStream, window: int, sequence_length: int) -> np.ndarray:
+def read_window(
+    stream: TokenStream, window: int, sequence_length: int, bos: Sequence[int] = ()
+) -> np.ndarray:
     """Returns inputs, targets and documents of a window, (3, sequence_length) int64.
 
-    The documents of text are 0.
+    The documents of text are 0. `bos`, at most one token, replaces the first input of text.
     """
     start = window * sequence_length
     if stream.sequence_length is None:
         tokens = stream.read(start, sequence_length + 1)
+        tokens[: len(bos)] = bos
         return np.stack((tokens[:-1], tokens[1:], np.zeros_like(tokens[1:])))
     tokens = stream.read(start, sequence_length)
     ids = tokens & TOKEN_ID
@@ -215,7 +219,7 @@ class Loader:
     """Reads the batches of rank `rank` of `world_size`; base of the two loaders.
 
     `parts` are data sets with their weights, from `open_split`. `packed`: one of them holds
-    conversations, so batches have `documents`.
+    conversations, so batches have `documents`. `bos` as in `read_window`.
 
     `problem` is the first error of a read. After it nothing more is read, all tokens are 0, and
     `end` raises it after the last batch: until then all ranks run the same collectives.
@@ -226,6 +230,7 @@ class Loader:
     sequence_length: int
     rank: int = 0
     world_size: int = 1
+    bos: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self.streams = [stream for stream, _ in self.parts]
@@ -242,7 +247,8 @@ class Loader:
         try:
             if self.problem is None:
                 for row, (i, window) in enumerate(samples.tolist()):
-                    windows[:, row] = read_window(self.streams[i], window, self.sequence_length)
+                    stream = self.streams[i]
+                    windows[:, row] = read_window(stream, window, self.sequence_length, self.bos)
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
         input_ids, targets, documents = torch.from_numpy(windows)

@@ -4,7 +4,7 @@ The token that starts documents, `<|endoftext|>` or BOS, precedes the text. The 
 predicts `n_positions` tokens; each later window predicts the next `stride` tokens after the longest
 context that fits. Every token is predicted once. With a stride of `n_positions`, the default here
 and in lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be
-full. A shorter stride gives tokens more context and takes longer.
+full. With `bos` that token replaces the first of each window. A shorter stride gives tokens more context and takes longer.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ class TextPerplexity(LikelihoodTask):
         tokenizer: "PreTrainedTokenizerBase",
         config: ModelConfig,
         stride: int | None = None,
+        bos: Sequence[int] = (),
     ):
         n_positions = config.n_positions
         stride = n_positions if stride is None else stride
@@ -39,7 +40,7 @@ class TextPerplexity(LikelihoodTask):
                 f"stride must be between 1 and n_positions ({n_positions}), got {stride}"
             )
         text = "\n".join(item.field("text", str).removesuffix("\n") for item in items)
-        ids = text_start(tokenizer) + encode(tokenizer, [text])[0]
+        ids = [*(bos or text_start(tokenizer)), *encode(tokenizer, [text])[0]]
         if len(ids) < 2:
             raise ValueError(
                 f"there is nothing to predict in the text {text[:40]!r}: give a longer text"
@@ -50,7 +51,7 @@ class TextPerplexity(LikelihoodTask):
             length = stride if self.questions else n_positions
             end = min(first + length, len(ids))
             start = max(0, end - 1 - n_positions)
-            self.questions.append([Row(ids[start:end], first - start)])
+            self.questions.append([Row([*bos, *ids[start + len(bos) : end]], first - start)])
             first = end
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]

@@ -1,7 +1,7 @@
 """Loss on a fixed set of windows of prepared data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -114,9 +114,10 @@ def prepare_loss(
     data_dir: str | Path,
     split: str,
     max_tokens: int,
+    bos: Sequence[int] = (),
 ) -> tuple[Evaluation, str]:
     """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, in
-    windows for a model of shape `config`, and a note with their number.
+    windows for a model of shape `config`, and a note with their number. `bos` as in `read_window`.
 
     Raises `ValueError` if the data was prepared with another tokenizer, or contains pairs.
     """
@@ -132,6 +133,7 @@ def prepare_loss(
         max_tokens=max_tokens,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
+        bos=bos,
     )
     total = sum(stream.tokens for stream in loader.streams)
     note = (

@@ -20,7 +20,8 @@ def describe_run(run: "Run") -> dict:
     """Returns the metadata of a run that is about to start, for `run.json` and the trackers.
 
     `tokens` are the training tokens of the complete run. `batch` describes how the tokens of a
-    full update are divided. `changes` is the history of changed settings. `tokenizer` is the
+    full update are divided. `bos` is the token that replaces the first of each window of text, in a
+    list. `changes` is the history of changed settings. `tokenizer` is the
     fingerprint of the data's tokenizer. `git_commit` is the working directory's commit, with
     `-dirty` after changes, None outside a repository. Only the main process reads the commit and
     the versions, which takes time.
@@ -54,6 +55,7 @@ def describe_run(run: "Run") -> dict:
         "batch": batch,
         "micro_batch_size": loader.micro_batch_size,
         "sequence_length": length,
+        "bos": loader.bos,
         "epochs": tokens / length / loader.windows,
         "data": f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
         "hardware": f"{hardware}, {precision_name(accelerator.mixed_precision)}",

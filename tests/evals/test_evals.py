@@ -1,5 +1,6 @@
 """The evaluations equal a plain loop over transformers' GPT-2, one continuation at a time."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -10,15 +11,23 @@ from accelerate import Accelerator
 from conftest import (
     chat_rows,
     hellaswag_items,
+    losses,
     make_text,
+    randomized,
+    read_json,
     reset_accelerate,
+    run,
     run_recipe,
+    tiny_config,
     write_lines,
 )
-from transformers import GPT2LMHeadModel
+from families import family_model, own_tokenizer
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
-from gpt2_accel.data.loader import EvalLoader, open_split
+from gpt2_accel.checkpoint.find import file_entry
+from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.prepare import prepare
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import log_likelihoods
@@ -188,3 +197,96 @@ def test_items_are_read_from_json_lines_and_text(tmp_path):
     text = tmp_path / "items.txt"
     text.write_bytes("the cat\n\nsat on\r\n".encode("utf-8-sig"))  # Windows writes such files
     assert read_items(text) == [(str(text), {"text": "the cat\n\nsat on\r\n"})]
+
+
+# Models whose tokenizer begins texts with BOS
+
+TEXTS = [make_text(90, seed) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder of a model of transformers whose tokenizer adds BOS, and data of its tokens."""
+    folder = tmp_path_factory.mktemp("bos")
+    tokenizer = own_tokenizer("gemma3_text", TEXTS)
+    model = randomized(family_model("gemma3_text", vocab_size=len(tokenizer)))
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    prepare({"train": TEXTS[:6], "val": TEXTS[6:]}, tokenizer, folder / "data", source="made up")
+    return folder
+
+
+@torch.no_grad()
+def window_loss(folder, windows: list[tuple[list[int], int]]) -> float:
+    """Returns the mean loss of the last tokens of windows, by a plain loop over transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    nats = []
+    for ids, counted in windows:
+        logits = hf(torch.tensor([ids[:-1]])).logits[0, -counted:]
+        nats += F.cross_entropy(logits, torch.tensor(ids[-counted:]), reduction="none").tolist()
+    return sum(nats) / len(nats)
+
+
+def stream_windows(begins: bool, length: int = 32) -> list[tuple[list[int], int]]:
+    """Returns the windows of the val split; each begins with BOS, or inside a document."""
+    tokenizer = own_tokenizer("gemma3_text", TEXTS)
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids = [i for text in TEXTS[6:] for i in [*tokenizer(text).input_ids, eos]]
+    rows = [ids[start : start + length + 1] for start in range(0, len(ids) - length, length)]
+    return [([bos, *row[1:]] if begins else row, length) for row in rows]
+
+
+def test_a_run_from_such_a_model_begins_each_window_with_bos(begun, tmp_path, capsys):
+    settings = {"init_from": str(begun / "model"), "learning_rate": 0.0, "weight_decay": 0.0}
+    settings |= {"max_steps": 2, "save_every": 1, "eval_every": 2, "total_batch_size": 128}
+    last = run(tiny_config(begun / "data", tmp_path / "run", **settings))[-1]
+    expected = window_loss(begun, stream_windows(True))
+    inside = window_loss(begun, stream_windows(False))
+    assert abs(expected - inside) > 1e-4
+    assert last["val/loss"] == pytest.approx(expected, abs=1e-5)
+    assert "each window of text begins with <bos>" in capsys.readouterr().out
+
+    state = tmp_path / "run/checkpoint-1/training_state/state.json"
+    values = read_json(state)
+    assert values.pop("bos") == [0]
+    resumed = {"resume_from": str(state.parents[1])} | settings
+    again = run(tiny_config(begun / "data", tmp_path / "again", **resumed))[-1]
+    assert (again["val/loss"], losses([again])) == (last["val/loss"], losses([last]))
+    state.write_text(json.dumps(values))  # as 0.5 wrote it
+    manifest = read_json(state.with_name("manifest.json"))
+    manifest["files"]["training_state/state.json"] = file_entry(state)
+    state.with_name("manifest.json").write_text(json.dumps(manifest))
+    without = run(tiny_config(begun / "data", tmp_path / "older", **resumed))[-1]
+    assert without["val/loss"] == pytest.approx(inside, abs=1e-5)
+
+    long = [window_loss(begun, stream_windows(begins, POSITIONS)) for begins in (True, False)]
+    for folder, loss in ((begun / "model", long[0]), (tmp_path / "older", long[1])):
+        flags = ["--data_dir", begun / "data", "--output", tmp_path / f"{folder.name}.json"]
+        run_recipe("evaluate", "--model", folder, *flags)
+        [entry] = read_json(tmp_path / f"{folder.name}.json").values()
+        assert entry["results"]["val/loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_text_is_read_in_windows_that_begin_with_bos(begun, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    flags = ["--tasks", "text", "--data", tmp_path / "text.txt", "--output", tmp_path / "out.json"]
+    run_recipe("evaluate", "--model", begun / "model", *flags)
+    [entry] = read_json(tmp_path / "out.json").values()
+    [bos, *ids] = own_tokenizer("gemma3_text", TEXTS)(TEXTS[0].strip()).input_ids
+    windows = []
+    for start in range(0, len(ids), POSITIONS):
+        end = min(start + POSITIONS, len(ids))
+        windows.append(([bos, *ids[max(0, end - POSITIONS) : end]], end - start))
+    assert len(windows) > 1
+    assert entry["results"]["text/loss"] == pytest.approx(window_loss(begun, windows), abs=1e-5)
+
+
+def test_bos_changes_no_target_and_not_the_order(begun):
+    settings = {"sequence_length": 32, "micro_batch_size": 2, "seed": 1}
+    parts = open_split(begun / "data", "train")
+    plain = list(TrainLoader(parts, **settings).update(3, 4))
+    begins = list(TrainLoader(parts, **settings, bos=[0]).update(3, 4))
+    for (inputs, targets, *_), (others, same, *_) in zip(plain, begins, strict=True):
+        assert torch.equal(targets, same)
+        assert torch.equal(inputs[:, 1:], others[:, 1:])
+        assert not others[:, 0].any()
