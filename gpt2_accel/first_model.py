@@ -20,7 +20,7 @@ from gpt2_accel.hf.convert import (
     load_weights,
     local_directory,
 )
-from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
+from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, base_digests, set_dtype
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.models.any_model import AnyModel
@@ -138,8 +138,10 @@ def load_model(
         if not model.adapter:
             if config.init_from is None:
                 raise ValueError(NEEDS_MODEL)
-            local = Path(config.init_from).is_dir()
-            add_lora(model, config, rows, str(source.resolve()) if local else config.init_from)
+            base = str(source.resolve())
+            if not Path(config.init_from).is_dir():  # the cache names the commit
+                base = f"{config.init_from.partition('@')[0]}@{source.name}"
+            add_lora(model, config, rows, base, base_digests(source))
     if config.init_from is not None:
         check_loaded(config, model.config)
     return model

@@ -5,7 +5,6 @@ from. Its log-probabilities are computed once, before the first update, and stor
 prepared pairs, so there is no second model.
 """
 
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,8 @@ from safetensors.torch import load_file, save
 from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.shards import folder_of
 from gpt2_accel.evals.validation import per_window
-from gpt2_accel.runtime.files import digest, remove_leftovers, write_file
+from gpt2_accel.hf.safetensors_files import weights_digest
+from gpt2_accel.runtime.files import remove_leftovers, write_file
 from gpt2_accel.runtime.processes import on_main_process
 
 if TYPE_CHECKING:
@@ -184,9 +184,3 @@ def reference_figures(model: torch.nn.Module, batch: Batch) -> dict[str, torch.T
     """Returns the log-probabilities of both answers of each pair, (B,) each."""
     logs, _, _ = answer_log_probabilities(model, batch)
     return {"chosen": logs[:, 0], "rejected": logs[:, 1]}
-
-
-def weights_digest(directory: Path) -> str:
-    """Returns the SHA-256 (hex) of all weight files of a model directory."""
-    digests = [digest(file) for file in sorted(directory.glob("*.safetensors"))]
-    return sha256("".join(digests).encode()).hexdigest()

@@ -124,7 +124,7 @@ def setup(
         accelerator.print(note)
     with all_or_none():
         train_loader, val_loader = build_loaders(config, accelerator, size, bos)
-    if bos and not all(stream.sequence_length for stream in train_loader.streams):
+    if bos and not conversations:
         accelerator.print(f"each window of text begins with {tokenizer.bos_token}")
     evaluations = build_evaluations(
         config, accelerator, plain.config, tokenizer, val_loader, measure
@@ -263,7 +263,8 @@ def build_loaders(
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's sequences, for training and validation.
 
-    `bos` as in `read_window`. The second is None if nothing is evaluated. Raises `ValueError` if a split does not exist.
+    `bos` as in `read_window`. The second is None if nothing is evaluated. Raises `ValueError` if
+    a split does not exist.
     """
     common = {
         "sequence_length": config.tokens_per_sequence,

@@ -14,7 +14,6 @@ takes a text file. lm-evaluation-harness has other tasks: its `lm_eval` reads th
 (docs/evaluation.md).
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from gpt2_accel.checkpoint.find import (
     read_state,
     read_status,
     verified_directory,
-    window_bos,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals import Evaluation
@@ -40,13 +38,14 @@ from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.hf.convert import local_directory
-from gpt2_accel.hf.safetensors_files import weight_files
+from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.runtime.accelerator import build_accelerator
-from gpt2_accel.runtime.files import digest, write_json
+from gpt2_accel.runtime.files import write_json
+from gpt2_accel.runtime.options import load_saved
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
+from gpt2_accel.tokenizer import added_bos, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -174,10 +173,20 @@ def open_model(
         directory = local_directory(name)
         entry = describe_weights(directory)
         tokenizer = load_tokenizer(directory)
-        model = from_pretrained(directory, model_class=model_class)
+        model = from_pretrained(directory, model_class=model_class, quick=True)
         check_finite(model, directory)
         check_vocabulary(tokenizer, model.config.vocab_size, directory)
     return entry, model, tokenizer
+
+
+def window_bos(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Returns the token that replaces the first of each window of text, at most one.
+
+    A run has recorded it for its models. For other models it is `added_bos`.
+    """
+    trains = (directory / STATE).is_dir()
+    record = read_state(directory) if trains else load_saved(directory / "run.json")
+    return record.get("bos", []) if record else added_bos(tokenizer)
 
 
 def output_file(config: Evaluate, name: str) -> Path | None:
@@ -211,8 +220,7 @@ def describe_weights(directory: Path) -> dict:
         step = read_state(directory)["step"]
     else:
         step = read_status(directory).get("step")
-    digests = "".join(digest(path) for path in weight_files(directory))
-    return {"step": step, "weights": hashlib.sha256(digests.encode()).hexdigest()}
+    return {"step": step, "weights": weights_digest(directory)}
 
 
 def main() -> None:

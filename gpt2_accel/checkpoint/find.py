@@ -15,7 +15,6 @@ from pathlib import Path
 from gpt2_accel.hf import hub
 from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
 from gpt2_accel.runtime.options import load_saved
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
 
 STATE = "training_state"
 CHECKPOINT_MANIFEST = f"{STATE}/manifest.json"
@@ -151,17 +150,6 @@ def verified_directory(
                 raise ValueError(f"{path} is damaged: {problem}; {hint}")
             print(f"{path} has changed: {problem}", file=sys.stderr)
     return directory
-
-
-def window_bos(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Returns the token that replaces the first of each window of text, at most one.
-
-    A run has recorded it for its models. For other models it is `added_bos`.
-    """
-    if (directory / STATE).is_dir():
-        return read_state(directory).get("bos", [])
-    metadata = load_saved(directory / "run.json")
-    return metadata.get("bos", []) if metadata else added_bos(tokenizer)
 
 
 def step_of(checkpoint: Path) -> int:

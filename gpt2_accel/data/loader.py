@@ -2,9 +2,11 @@
 
 A sample is a window of `sequence_length` tokens and the token after it; a window of conversations
 holds all of its targets. With `bos` that token replaces the first input of each window of text: a
-model whose tokenizer begins texts with BOS expects it there. Targets stay the same. The position of a window in the training order is computed: there is no
-shuffle buffer, no index in memory and no state to save. Each update reads the next positions over
-all ranks, so the order does not depend on the number of ranks or the micro-batch size.
+model whose tokenizer begins texts with BOS expects it there. The targets stay the same.
+
+The position of a window in the training order is computed: there is no shuffle buffer, no index in
+memory and no state to save. Each update reads the next positions over all ranks, so the order does
+not depend on the number of ranks or the micro-batch size.
 
 In a mixture each data set has its own order. `locate` computes the data set at each position.
 """

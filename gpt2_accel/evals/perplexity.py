@@ -4,7 +4,8 @@ The token that starts documents, `<|endoftext|>` or BOS, precedes the text. The 
 predicts `n_positions` tokens; each later window predicts the next `stride` tokens after the longest
 context that fits. Every token is predicted once. With a stride of `n_positions`, the default here
 and in lm-evaluation-harness, windows do not overlap, except that the last one starts earlier, to be
-full. With `bos` that token replaces the first of each window. A shorter stride gives tokens more context and takes longer.
+full. With `bos` that token replaces the first of each window. A shorter stride gives tokens more
+context and takes longer.
 """
 
 from collections.abc import Sequence

@@ -181,6 +181,7 @@ def from_pretrained(
     *,
     reason: str | None = None,
     merge: bool = True,
+    quick: bool = False,
 ) -> LanguageModel:
     """Loads a causal language model, in fp32 on the CPU, in training mode.
 
@@ -189,7 +190,7 @@ def from_pretrained(
     setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
     needs its `model_class`, see `load_class`. `attention`, an `attn_implementation`, selects the
     class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened
-    with its base model, and merged into it unless `merge` is False.
+    with its base model, and merged into it unless `merge` is False. `quick` as in `load_lora`.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
     is damaged or `transformers` has no such text model; the message names the file or tensor. Files
@@ -202,11 +203,12 @@ def from_pretrained(
         load_weights(model, directory)
         return model
     if is_adapter(directory):
-        model = from_pretrained(base_of(directory), attention=attention, reason=LORA)
+        base = local_directory(base_of(directory))
+        model = from_pretrained(base, attention=attention, reason=LORA, quick=quick)
         rows = len(load_tokenizer(directory))
         assert isinstance(model, AnyModel)
         model = with_rows_of_class(model, model.config.vocab_size, rows)
-        load_lora(model, directory)
+        load_lora(model, directory, base, quick)
         return merged(model) if merge else model
     config = read_config(directory, dropout, attention, reason)
     files = weight_files(directory)

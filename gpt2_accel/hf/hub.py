@@ -31,6 +31,7 @@ MODEL_FILES = (
     "model*.index.json",
     "adapter_config.json",
     "adapter_model.safetensors",
+    "adapter_base.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",

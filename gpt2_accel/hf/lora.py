@@ -2,9 +2,11 @@
 `transformers`.
 
 An adapter's directory has `peft`'s files: `adapter_config.json`, which names the base model, and
-`adapter_model.safetensors`. The base model does not change.
+`adapter_model.safetensors`. The base model does not change. `adapter_base.json` has digests of its
+weights, so that an adapter is not added to another model.
 """
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +14,17 @@ from pathlib import Path
 import torch
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.hf.safetensors_files import ADAPTER
+from gpt2_accel.hf.safetensors_files import (
+    ADAPTER,
+    BASE_RECORD,
+    read_tensors,
+    weight_files,
+    weights_digest,
+)
 from gpt2_accel.models import LanguageModel, skeleton
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.runtime.files import parse_json
+from gpt2_accel.runtime.files import sentence, write_json
+from gpt2_accel.runtime.options import load_saved
 
 NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it by --init_from"
 # Experts' parameters whose names begin so get no adapter.
@@ -29,18 +38,43 @@ def require_peft() -> None:
 
 
 def base_of(directory: Path) -> str:
-    """Returns the base model of an adapter: a directory, or `USER/NAME@REVISION`."""
-    values = parse_json((directory / ADAPTER).read_text(encoding="utf-8"))
-    name = values["base_model_name_or_path"]
+    """Returns the base model of an adapter: a directory, or `USER/NAME@REVISION`.
+
+    Raises `ValueError` if the config is damaged or names no base, `FileNotFoundError` if the base
+    has moved.
+    """
+    config = directory / ADAPTER
+    values = load_saved(config)
+    name = str(values.get("base_model_name_or_path") or "")
+    if not name:
+        raise ValueError(f"{config} names no base model: save or download the adapter again")
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise FileNotFoundError(
+            f"{directory} is an adapter of {name}, which does not exist: put it back, or write its "
+            f"new place as base_model_name_or_path into {config}"
+        )
     revision = values.get("revision")
     return f"{name}@{revision}" if revision else name
 
 
-def add_lora(model: AnyModel, settings: TrainConfig, rows: Sequence[int], base: str) -> None:
+def base_digests(base: Path, quick: bool = False) -> dict[str, str]:
+    """Returns the digests of a base model's weights; with `quick` only that of the files' ends."""
+    digests = {"ends": weights_digest(base, ends=True)}
+    return digests if quick else digests | {"weights": weights_digest(base)}
+
+
+def add_lora(
+    model: AnyModel,
+    settings: TrainConfig,
+    rows: Sequence[int],
+    base: str,
+    digests: dict[str, str] | None = None,
+) -> None:
     """Adds a new adapter to the linear layers and experts, without head and routers.
 
     From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
-    and the head. `base` is the model as `base_of` returns it. Raises peft's errors.
+    and the head. `base` is the model as `base_of` returns it, with its digests. Raises peft's
+    errors.
     """
     require_peft()
     import peft
@@ -63,20 +97,45 @@ def add_lora(model: AnyModel, settings: TrainConfig, rows: Sequence[int], base: 
     peft.get_peft_model(empty.inner, config)
     parameters = config.target_parameters or ()
     config.target_parameters = [n for n in parameters if not n.startswith(ROUTERS)] or None
-    model.adapter = (peft.get_peft_model(inner, config),)
+    model.adapter = (peft.get_peft_model(inner, config), digests)
     config.base_model_name_or_path, _, revision = base.partition("@")
     config.revision = revision or None
 
 
-def load_lora(model: AnyModel, directory: Path) -> None:
-    """Adds the adapter of a directory to its base model, to be trained on."""
+def load_lora(model: AnyModel, directory: Path, base: Path, quick: bool = False) -> None:
+    """Adds the adapter of a directory to `model`, its base of the directory `base`, to be trained.
+
+    Prints a line if it does not record digests of its base, as adapters of 0.5 and of peft; `quick`
+    compares only the ends of the base's files. Raises `ValueError` for another base, and for a
+    damaged adapter: peft would initialise missing tensors and ignore unknown ones.
+    """
     require_peft()
     import peft
 
-    adapter = peft.PeftModel.from_pretrained(
-        model.inner, directory, is_trainable=True, torch_device="cpu"
-    )
-    model.adapter = (adapter,)
+    digests = base_digests(base, quick)
+    recorded = load_saved(directory / BASE_RECORD)
+    if not recorded:
+        print(f"{directory} has no {BASE_RECORD}: {base} may be another model", file=sys.stderr)
+    elif not digests.items() <= recorded.items():
+        raise ValueError(
+            f"{base} has other weights than the base of the adapter {directory}: put the original "
+            f"back, write its new place as base_model_name_or_path into {ADAPTER}, or remove "
+            f"{BASE_RECORD} to use this one"
+        )
+    saved = {name for name, _ in read_tensors(weight_files(directory))}
+    try:
+        adapter = peft.PeftModel.from_pretrained(
+            model.inner, directory, is_trainable=True, torch_device="cpu"
+        )
+        expected = peft.get_peft_model_state_dict(adapter, save_embedding_layers=False).keys()
+    except Exception as error:  # the library raises several types
+        raise ValueError(f"peft cannot open {directory}: {sentence(error)}") from error
+    wrong = sorted(expected - saved) or sorted(saved - expected - adapter.state_dict().keys())
+    if wrong:
+        raise ValueError(
+            f"{directory} does not fit its {ADAPTER}: {wrong[0]} is missing, or not part of it"
+        )
+    model.adapter = (adapter, digests)
 
 
 def describe_lora(model: AnyModel) -> str:
@@ -98,7 +157,10 @@ def merged(model: AnyModel) -> AnyModel:
 
     The given model cannot be used afterwards.
     """
-    inner = model.adapter[0].float().merge_and_unload()
+    try:
+        inner = model.adapter[0].float().merge_and_unload()
+    except Exception as error:  # not every adapter of peft changes weights
+        raise ValueError(f"peft cannot merge the adapter: {sentence(error)}") from error
     return AnyModel(model.config, inner.requires_grad_())
 
 
@@ -106,7 +168,10 @@ def write_adapter(model: AnyModel, folder: Path) -> None:
     """Writes the adapter's directory; nothing for a model on the meta device."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         # The embedding of a larger vocabulary is not part of it.
-        model.adapter[0].save_pretrained(folder, save_embedding_layers=False)
+        adapter, digests = model.adapter
+        adapter.save_pretrained(folder, save_embedding_layers=False)
+        if digests:
+            write_json(folder / BASE_RECORD, digests)
 
 
 def opening_lines(model: AnyModel) -> str:

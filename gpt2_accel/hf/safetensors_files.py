@@ -4,6 +4,7 @@ Tensors are read one at a time, so that a model is never in memory twice.
 """
 
 from collections.abc import Iterator
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
+BASE_RECORD = "adapter_base.json"  # beside an adapter: digests of its base's weights
+ENDS = 2**23  # bytes at each end of a file; the first have its header
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,14 +31,13 @@ def weight_files(directory: Path) -> list[Path]:
     adapter's directory. Raises `FileNotFoundError` if one of them is missing, `ValueError` for
     an adapter beside a model, which `transformers` would add to the weights.
     """
-    if is_adapter(directory):
-        return [directory / "adapter_model.safetensors"]
-    if (directory / ADAPTER).is_file():
+    adapter = is_adapter(directory)
+    if (directory / ADAPTER).is_file() and not adapter:
         raise ValueError(
             f"{directory} holds an adapter of peft: merge it into its model, with "
             "merge_and_unload, and save the result"
         )
-    single = directory / WEIGHTS
+    single = directory / ("adapter_model.safetensors" if adapter else WEIGHTS)
     index = directory / f"{WEIGHTS}.index.json"
     files = [single]
     if index.is_file() and not single.is_file():
@@ -59,3 +61,20 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
+
+
+def weights_digest(directory: Path, ends: bool = False) -> str:
+    """Returns a SHA-256 (hex) of all weight files of a model directory.
+
+    With `ends` it reads only the first and last `ENDS` bytes of each file.
+    """
+    total = sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            if ends:
+                total.update(file.read(ENDS))
+                file.seek(max(0, path.stat().st_size - ENDS))
+                total.update(file.read())
+            else:
+                total.update(file_digest(file, "sha256").hexdigest().encode())
+    return total.hexdigest()

@@ -225,7 +225,8 @@ class AnyModel(LanguageModel):
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.aux_coefficient = float(getattr(inner.config, "router_aux_loss_coef", None) or 0)
         self._checkpoints = False
-        # peft's model around `inner`, see `hf/lora.py`. In a tuple it is not a submodule.
+        # peft's model around `inner`, and digests of the base: see `hf/lora.py`. In a tuple it is
+        # not a submodule.
         self.adapter: tuple[Any, ...] = ()
         self.chunked = config.has_plain_head
         if self.chunked:

@@ -21,7 +21,7 @@ from conftest import (
 )
 from families import save_family
 from launching import launch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +30,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.hub import stage
-from gpt2_accel.hf.lora import add_lora, base_of, opening_lines, write_adapter
+from gpt2_accel.hf.lora import add_lora, base_digests, base_of, opening_lines, write_adapter
 
 peft = pytest.importorskip("peft")
 
@@ -195,8 +195,102 @@ def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):
     config = read_json(tmp_path / "adapter/adapter_config.json")
     config["base_model_name_or_path"] = str(tmp_path / "gone")
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
-    with refused("gone is neither a folder nor a model on the Hub"):
+    with refused("adapter is an adapter of .*gone, which does not exist.*base_model_name_or_path"):
         from_pretrained(tmp_path / "adapter")
+
+
+def copied(chat_run, start, folder):
+    """Copies an adapter and its base; returns the adapter, which names the new place, and the base.
+
+    The base is copied under another path: what counts is its weights.
+    """
+    base = shutil.copytree(start / "base", folder / "base")
+    adapter = shutil.copytree(chat_run / "adapter", folder / "adapter")
+    changed(adapter, base_model_name_or_path=str(base))
+    return adapter, base
+
+
+def changed(adapter, **values):
+    """Changes values of an adapter's config."""
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps(read_json(config) | values))
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_another_base_under_an_adapter_is_refused(chat_run, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("gpt2_accel.hf.safetensors_files.ENDS", 4096)
+    adapter, base = copied(chat_run, start, tmp_path)
+    (adapter / "adapter_base.json").write_text(json.dumps(base_digests(start / "base")))
+    from_pretrained(adapter)
+    flip(base / "model.safetensors", 200_000)
+    load(adapter)  # reads the ends of the base's files
+    other = "base has other weights than the base of the adapter .*adapter"
+    with refused(other):
+        from_pretrained(adapter, merge=False)  # a resume
+    flip(base / "model.safetensors", -1)
+    with refused(other):
+        load(adapter)
+    (adapter / "adapter_base.json").unlink()  # as 0.5 and peft write it
+    capsys.readouterr()
+    load(adapter)
+    assert "base may be another model" in capsys.readouterr().err
+
+
+def renamed(tensors):
+    name = min(tensors)
+    tensors[name.replace("lora_A", "lora_X")] = tensors.pop(name)
+
+
+DAMAGE = {
+    "missing": (lambda tensors: tensors.pop(min(tensors)), "is missing"),
+    "renamed": (renamed, "is missing"),
+    "unknown": (lambda tensors: tensors.update(x=torch.ones(1)), "x is missing, or not part"),
+    "misshapen": (lambda tensors: tensors.update({min(tensors): torch.ones(1)}), "peft cannot"),
+    "type": ({"peft_type": "IA3", "feedforward_modules": []}, "is missing"),
+    "unknown type": ({"peft_type": "x"}, "peft cannot open"),
+    "rank": ({"r": 4}, "peft cannot open"),
+    "no base": ({"base_model_name_or_path": None}, "names no base model"),
+    "no JSON": ("{", "is not valid"),
+    "a list": ("[1]", "must hold"),
+    "cut": (100, "damaged"),
+    "no weights": (0, "is missing"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_adapter_is_refused(case, chat_run, start, tmp_path):
+    damage, words = DAMAGE[case]
+    adapter = shutil.copytree(chat_run / "adapter", tmp_path / "adapter")
+    if isinstance(damage, dict):
+        changed(adapter, **damage)
+    elif isinstance(damage, str):
+        (adapter / "adapter_config.json").write_text(damage)
+    elif damage == 0:
+        (adapter / ADAPTER).unlink()
+    elif damage == 100:
+        (adapter / ADAPTER).write_bytes((adapter / ADAPTER).read_bytes()[:-damage])
+    else:
+        tensors = load_file(adapter / ADAPTER)
+        damage(tensors)
+        save_file(tensors, adapter / ADAPTER)
+    with refused(words):
+        from_pretrained(adapter)
+
+
+def test_an_adapter_names_the_commit_of_a_base_on_the_hub(start, tmp_path, tiny, monkeypatch):
+    cache = tmp_path / "cache/models--user--name"
+    commit = "0123456789" * 4
+    shutil.copytree(start / "base", cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    run(tiny("run", init_from="user/name", lora=2, max_steps=1))
+    assert base_of(tmp_path / "run/adapter") == f"user/name@{commit}"
 
 
 @pytest.mark.parametrize(
