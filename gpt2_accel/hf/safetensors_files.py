@@ -3,8 +3,9 @@
 Tensors are read one at a time, so that a model is never in memory twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +14,7 @@ from gpt2_accel.runtime.files import parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,8 +41,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / f"{WEIGHTS}.index.json"
     files = [single]
     if index.is_file() and not single.is_file():
-        listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({directory / Path(name).name for name in listed.values()})
+        try:
+            listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({directory / Path(name).name for name in listed.values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error!r}): download it again") from error
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(
@@ -59,3 +64,15 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield key, file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
+
+
+def check_layers(directory: Path, values: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a config has more layers than the weights beside it have tensors.
+
+    To build such a model may take hours.
+    """
+    layers = max(values.get(name) or 0 for name in LAYERS)
+    files = list(directory.glob("*.safetensors"))
+    tensors = sum(1 for _ in read_tensors(files))
+    if files and layers > tensors:
+        raise ValueError(f"it has {layers:,} layers, and the weights beside it {tensors:,} tensors")
