@@ -219,10 +219,10 @@ def logits_loss(
     logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T). `head_loss` has the other arguments.
     """
     flat = targets.flatten()
-    logits = cross_entropy.at_least_fp32(logits.flatten(0, -2))
-    loss = F.cross_entropy(logits, flat, reduction=reduction)
+    logits = logits.flatten(0, -2)
+    loss = F.cross_entropy(cross_entropy.at_least_fp32(logits), flat, reduction=reduction)
     if z_loss:
-        log_sum = logits.logsumexp(dim=1)
+        log_sum = logits.to(loss.dtype).logsumexp(dim=1)
         z = log_sum.square().where(flat != -100, math.nan).nanmean()
         return loss + z_loss * z, z.detach()
     return loss.view_as(targets) if reduction == "none" else loss
