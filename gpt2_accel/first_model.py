@@ -24,6 +24,7 @@ from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, base_digests, set_dtype
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.models.any_model import AnyModel
+from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, load_tokenizer
 
 NewModel = Callable[[Any, PreTrainedTokenizerBase], Trainable]
@@ -138,6 +139,13 @@ def load_model(
         if not model.adapter:
             if config.init_from is None:
                 raise ValueError(NEEDS_MODEL)
+            named = hidden_matrices(model)
+            smallest = min(min(m.shape[-2:]) for name, m in named if "router" not in name)
+            if config.lora > smallest:
+                raise ValueError(
+                    f"--lora {config.lora} exceeds {smallest}, the smaller side of a matrix that "
+                    "it adapts: lower it"
+                )
             base = str(source.resolve())
             if not Path(config.init_from).is_dir():  # the cache names the commit
                 base = f"{config.init_from.partition('@')[0]}@{source.name}"
@@ -152,7 +160,7 @@ def adapt(model: LanguageModel, config: TrainConfig) -> None:
     set_dtype(model, config)
     model.checkpoint_activations = config.checkpoint_activations
     if config.router_aux_loss is not None:
-        if not getattr(model, "aux_coefficient", 0):
+        if getattr(model, "aux_coefficient", None) is None:
             raise ValueError(
                 "the model has no load balancing loss of experts: leave out --router_aux_loss"
             )

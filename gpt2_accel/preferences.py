@@ -109,7 +109,9 @@ class Preferences:
         accelerator = run.accelerator
         if not run.step:
             precision = accelerator.mixed_precision
-            self.file = f"{self.prefix}{precision}-{run.config.dtype}.safetensors"
+            # Another name than in 0.5, which rounded them to bf16.
+            dtype = run.config.dtype.replace("bfloat16", "bf16")
+            self.file = f"{self.prefix}{precision}-{dtype}.safetensors"
         path = folder_of(run.config.data_dir) / self.file
         if not on_main_process(path.is_file):
             if run.step:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from gpt2_accel import __version__
 from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.checkpoint.state_dict import (
     RunState,
@@ -168,6 +169,11 @@ class Run:
         with all_or_none():
             self.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
         self.accelerator.print(f"resumed from {checkpoint}")
+        if config.dtype != "float32" and "version" not in saved:
+            self.accelerator.print(
+                f"losses and gradient norms are now in fp32, until here in {config.dtype}: they "
+                "differ slightly"
+            )
         self.resumes_here = checkpoint.resolve().parent == self.run_dir.resolve()
         if self.resumes_here:
             self._saved_step = self.step
@@ -187,6 +193,7 @@ class Run:
         state["settings"] = self.config.settings()
         state["recent"] = self.guard.recent
         state["bos"] = self.train_loader.bos
+        state["version"] = __version__
         state |= values
         return tensors, json_copy(state)
 

@@ -5,7 +5,6 @@ evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`,
 end of a run.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate, set_training
 from gpt2_accel.run import Loss, Objective, Run
-from gpt2_accel.runtime.accelerator import build_accelerator, close
+from gpt2_accel.runtime.accelerator import build_accelerator, clip_gradients, close
 from gpt2_accel.runtime.device import seed_generators
 from gpt2_accel.runtime.signals import lasting_output
 from gpt2_accel.setup import print_estimate, setup
@@ -100,8 +99,7 @@ def run_updates(run: Run) -> None:
         totals = accumulate_gradients(run, first, schedule.sequences(run.step))
         if totals is None:  # a rank has to stop: the unfinished update is dropped
             break
-        max_norm = config.max_grad_norm or math.inf
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+        grad_norm = clip_gradients(accelerator, model, config.max_grad_norm)
         figures = run.reduce(totals, grad_norm)  # the host waits for the device here
         scaled = accelerator.scaler is not None  # fp16
         problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
@@ -137,6 +135,6 @@ def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torc
             accelerator.backward(loss)
         totals["loss"] += loss.detach()
         for name in run.figure_names(others):
-            value = torch.as_tensor(others[name]).detach() / batch.divisor
+            value = torch.as_tensor(others[name]).detach().float() / batch.divisor
             totals[name] = totals.get(name, 0) + value
     return totals

@@ -31,7 +31,7 @@ def token_losses(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor
     (B,) each."""
     targets = batch.targets
     nats = model(batch.input_ids, targets, documents=batch.documents, reduction="none")
-    return {"loss": nats.sum(dim=1), "counted": (targets != -100).sum(dim=1)}
+    return {"loss": nats.float().sum(dim=1), "counted": (targets != -100).sum(dim=1)}
 
 
 @torch.no_grad()

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
+# Fields of a generation config on which others depend.
+MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
+
+
 def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> AnyConfig:
     """Returns the shape in a `config.json`, for the class of `transformers`.
 
@@ -50,6 +54,8 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
             f"{name} sees later tokens, so it cannot learn to predict them: choose a causal "
             "language model"
         )
+    if shape.experts_per_token and shape.aux_weight is None:
+        shape.note += "; it has no load balancing loss of its experts"
     return shape
 
 
@@ -78,7 +84,32 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
         shape.note += (
             f"; it does not have {unknown[0]}, one of {len(unknown)} such tensors of {directory}"
         )
+    generation = inner.generation_config
+    if (directory / "generation_config.json").is_file():
+        generation._from_model_config = False  # the file is kept
+    dropped = drop_contradictions(generation)
+    if dropped:
+        shape.note += f"; {', '.join(dropped)} in its generation_config.json cannot apply: left out"
     return AnyModel(shape, inner.train())
+
+
+def drop_contradictions(generation: "GenerationConfig") -> list[str]:
+    """Resets the fields that `transformers` would refuse to save, and returns their names.
+
+    Such as a temperature where `do_sample` is false.
+    """
+    from transformers import GenerationConfig
+
+    modes = {name: getattr(generation, name) for name in MODES}
+    dropped = []
+    for name, value in generation.to_diff_dict().items():
+        try:
+            with quiet():
+                GenerationConfig(**modes | {name: value}).validate(strict=True)
+        except ValueError:
+            setattr(generation, name, None)
+            dropped.append(name)
+    return dropped
 
 
 def open_class(directory: Path, **options: Any) -> Any:

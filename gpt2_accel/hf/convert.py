@@ -23,6 +23,7 @@ from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     ADAPTER,
     WEIGHTS,
+    check_layers,
     is_adapter,
     read_tensors,
     weight_files,
@@ -330,6 +331,7 @@ def read_config(
         return read_config(base_of(directory), attention=attention, reason=LORA)
     values = config_values(directory)
     try:
+        check_layers(directory, values)
         note = reason
         if attention and not note:
             note = f"--attn_implementation {attention}"

@@ -3,9 +3,10 @@
 Tensors are read one at a time, so that a model is never in memory twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import file_digest, sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,7 @@ WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
 BASE_RECORD = "adapter_base.json"  # beside an adapter: digests of its base's weights
 ENDS = 2**23  # bytes at each end of a file; the first have its header
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,8 +43,11 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / f"{WEIGHTS}.index.json"
     files = [single]
     if index.is_file() and not single.is_file():
-        listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({directory / Path(name).name for name in listed.values()})
+        try:
+            listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({directory / Path(name).name for name in listed.values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error!r}): download it again") from error
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(
@@ -78,3 +83,15 @@ def weights_digest(directory: Path, ends: bool = False) -> str:
             else:
                 total.update(file_digest(file, "sha256").hexdigest().encode())
     return total.hexdigest()
+
+
+def check_layers(directory: Path, values: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a config has more layers than the weights beside it have tensors.
+
+    To build such a model may take hours.
+    """
+    layers = max(values.get(name) or 0 for name in LAYERS)
+    files = list(directory.glob("*.safetensors"))
+    tensors = sum(1 for _ in read_tensors(files))
+    if files and layers > tensors:
+        raise ValueError(f"it has {layers:,} layers, and the weights beside it {tensors:,} tensors")

@@ -62,8 +62,11 @@ def from_hf(
     `tensors` are pairs of name and weight (fp32, fp16 or bf16), with or without HF's prefix.
     `source` names them in errors. Raises `ValueError` if they do not fit the config: see `load_hf`.
     """
-    with torch.device("meta"):
-        model = config.build()
+    try:
+        with torch.device("meta"):
+            model = config.build()
+    except RuntimeError as error:
+        raise ValueError(f"the config of {source} has sizes that are too large: {error}") from error
     weights = validated(model, tensors, source)  # a wrong config fails before memory is taken
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     model = filled(model, zeros)
@@ -87,13 +90,15 @@ def validated(
         name = key.removeprefix(table.prefix)
         if not name.endswith(table.ignored):
             weights[hf_name(name, table)] = tensor
+    if HEAD in weights and HEAD not in expected:  # a tied head may be stored
+        weights.setdefault(table.prefix + table.padded[0], weights[HEAD])
     missing = required - weights.keys()
     if missing:
         raise ValueError(
             f"{source} does not have {min(missing)}, which its config needs: give the weights and "
             "the config of the same model"
         )
-    unknown = weights.keys() - expected.keys() - {HEAD}  # a tied head may be stored
+    unknown = weights.keys() - expected.keys() - {HEAD}
     if unknown:
         raise ValueError(
             f"{source} has {min(unknown)}, which its config does not describe: give the weights "

@@ -83,7 +83,7 @@ def linear_cross_entropy(
         losses = []
         for part, t in chunks:
             logits = capped(F.linear(part, w, bias), soft_cap)
-            losses.append(F.cross_entropy(logits, t, reduction="none"))
+            losses.append(F.cross_entropy(at_least_fp32(logits), t, reduction="none"))
         nats = torch.cat(losses)
     if reduction == "mean":
         return mean_of(nats.sum(), targets)
@@ -110,6 +110,11 @@ class RowLosses(torch.autograd.Function):
         return None, grad_x, grad_w, None, None, None, None, None
 
 
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """Returns `soft_cap` · tanh(logits / `soft_cap`) (Gemma 2, 2024, arXiv:2408.00118, section 2).
 
@@ -118,7 +123,7 @@ def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
     """
     if soft_cap is None:
         return logits
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = at_least_fp32(logits)
     x = soft_cap * (x / soft_cap).tanh()
     return x.to(logits.dtype).masked_fill(logits == -math.inf, -math.inf)
 
@@ -245,7 +250,7 @@ def scaled_gradient_(
     With `soft_cap` the softmax and log-sum-exp are computed from the capped logits, the gradient
     for the logits before the cap.
     """
-    x = capped(logits.to(torch.promote_types(logits.dtype, torch.float32)), soft_cap)
+    x = capped(at_least_fp32(logits), soft_cap)
     # Not `logsumexp`: inductor then reads the logits twice instead of three times.
     largest = x.amax(dim=1, keepdim=True)
     powers = (x - largest).exp()

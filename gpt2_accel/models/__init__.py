@@ -162,7 +162,7 @@ class LanguageModel(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     separator: int | None = None
     checkpoint_activations = False
-    aux_coefficient = 0.0  # the weight of the load balancing loss of a mixture of experts
+    aux_coefficient: float | None = None  # weight of the load balancing loss, if there is one
     residual: ClassVar[tuple[str, ...]]  # name endings of projections to the residual stream
 
     def __init__(self, config: ModelConfig):

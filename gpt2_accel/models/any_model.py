@@ -95,6 +95,14 @@ class AnyConfig(ModelConfig):
         with unset_fake_temporarily():  # it computes, also while memory is estimated
             return plain_head(self)
 
+    @cached_property
+    def aux_weight(self) -> float | None:
+        """The weight of the load balancing loss of experts; None if the class computes none."""
+        weight = getattr(self.hf, "aux_loss_coef", None)  # JetMoe's name
+        weight = getattr(self.hf, "router_aux_loss_coef", weight)
+        with unset_fake_temporarily():
+            return None if weight is None or not has_aux_loss(self) else float(weight)
+
     def changed(self, **values: Any) -> "AnyConfig":
         """Returns the shape with other values, such as another `vocab_size`."""
         return AnyConfig(self.values | values, self.attention, self.note)
@@ -126,9 +134,10 @@ class AnyConfig(ModelConfig):
 
         It has a small vocabulary, no dropout, and the first layers, up to one of each kind.
         """
-        kinds = [str(kind) for kind in zip(*self.by_layer().values(), strict=True)]
-        if not kinds:  # a layer's kind may also follow from its number
-            kinds = layer_structures(self) or [""]
+        # A layer's kind may also follow from its number.
+        structures = layer_structures(self) or [""] * self.n_layer
+        layers = zip(structures, *self.by_layer().values(), strict=True)
+        kinds = [str(layer) for layer in layers] or [""]
         shape = self.with_depth(max(kinds.index(kind) for kind in kinds) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
@@ -185,6 +194,19 @@ def plain_head(shape: AnyConfig) -> bool:
 
 
 @torch.no_grad()
+def has_aux_loss(shape: AnyConfig) -> bool:
+    """Whether a class computes a load balancing loss in training mode. Tries it."""
+    model = random_model(shape.sample()).train()
+    input_ids = torch.arange(4, device="cpu")[None]
+    try:
+        with torch.random.fork_rng(devices=()):  # routers may add noise
+            outputs = model(input_ids, use_cache=False, output_router_logits=True)
+    except Exception:  # classes raise many types, such as where no layer has experts
+        return False
+    return torch.is_tensor(getattr(outputs, "aux_loss", None))
+
+
+@torch.no_grad()
 def sees_later_tokens(shape: AnyConfig) -> bool:
     """Whether the logits of a class depend on later tokens, as BERT's do."""
     model = random_model(shape.sample())
@@ -211,8 +233,7 @@ class Head(nn.Linear):
 class AnyModel(LanguageModel):
     """A causal language model of `transformers`, `inner`, as a `LanguageModel`.
 
-    `chunked` says that the loss is computed in chunks. `aux_coefficient` is the weight of the load
-    balancing loss of a mixture of experts, 0 for other models.
+    `chunked` says that the loss is computed in chunks.
     """
 
     config: AnyConfig
@@ -223,7 +244,7 @@ class AnyModel(LanguageModel):
         self.inner = inner
         self._no_split_modules = sorted(inner._no_split_modules or ())  # Accelerate shards these
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
-        self.aux_coefficient = float(getattr(inner.config, "router_aux_loss_coef", None) or 0)
+        self.aux_coefficient = config.aux_weight
         self._checkpoints = False
         # peft's model around `inner`, and digests of the base: see `hf/lora.py`. In a tuple it is
         # not a submodule.
@@ -292,7 +313,8 @@ class AnyModel(LanguageModel):
         options: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": attention_mask,
-            "past_key_values": cache,
+            "cache": cache,
+            "past_key_values": cache,  # the name before transformers 5.24
             "use_cache": cache is not None,
             "logits_to_keep": logits_to_keep,
             "output_router_logits": True if balanced else None,
@@ -309,9 +331,9 @@ class AnyModel(LanguageModel):
             loss = head_loss(logits, head.weight, targets, vocab_size, reduction, z_loss)
         else:
             loss = logits_loss(logits, targets, reduction, z_loss)
-        aux_loss = getattr(outputs, "aux_loss", None)
-        if not balanced or aux_loss is None:  # no experts
+        if not balanced:
             return loss
+        aux_loss = outputs.aux_loss.float()
         figure = aux_loss.detach()
         if isinstance(loss, tuple):  # z_loss returns its own figure
             loss, figure = loss
@@ -325,7 +347,7 @@ class AnyModel(LanguageModel):
         from transformers import DynamicCache
 
         kind: Any = type(self.inner)
-        takes = {"past_key_values", "position_ids"} <= self.accepts
+        takes = self.accepts & {"cache", "past_key_values"} and "position_ids" in self.accepts
         if not takes or not kind._supports_default_dynamic_cache():
             return None
         return DynamicCache(config=self.inner.config)

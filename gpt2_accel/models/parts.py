@@ -214,13 +214,13 @@ def can_be_read(tensor: torch.Tensor) -> bool:
 def logits_loss(
     logits: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the cross-entropy of logits.
+    """Returns the cross-entropy of logits, in fp32, or in fp64 if they are.
 
     logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T). `head_loss` has the other arguments.
     """
     flat = targets.flatten()
     logits = logits.flatten(0, -2)
-    loss = F.cross_entropy(logits, flat, reduction=reduction)
+    loss = F.cross_entropy(cross_entropy.at_least_fp32(logits), flat, reduction=reduction)
     if z_loss:
         log_sum = logits.to(loss.dtype).logsumexp(dim=1)
         z = log_sum.square().where(flat != -100, math.nan).nanmean()

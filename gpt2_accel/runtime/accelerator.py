@@ -1,6 +1,7 @@
 """Builds the `Accelerator` of a run and checks its processes, device, precision and compilation."""
 
 import ctypes
+import math
 import os
 import time
 import warnings
@@ -167,6 +168,26 @@ def prepare_model(
     autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
     model.forward = autocast(model.forward)
     return prepared, optimizer
+
+
+def clip_gradients(
+    accelerator: Accelerator, model: torch.nn.Module, max_norm: float
+) -> torch.Tensor:
+    """Clips the gradients to `max_norm`, 0 for never, and returns their norm before.
+
+    `accelerator.clip_grad_norm_` rounds the norms to the dtype of the gradients. Here they are in
+    fp32, also if the gradients are in bf16 or fp16.
+    """
+    limit = max_norm or math.inf
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if all(gradient.dtype.itemsize > 2 for gradient in gradients):
+        return accelerator.clip_grad_norm_(parameters, limit)
+    accelerator.unscale_gradients()
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(norms)
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
 
 
 def close(accelerator: Accelerator) -> None:

@@ -84,7 +84,23 @@ STATES = {
     "a shard damaged": lambda d: [(d / WEIGHTS).unlink(), (d / shard(d)).write_bytes(b"")],
     "shards without an index": lambda d: [(d / name).unlink() for name in (WEIGHTS, INDEX)],
     "no config": lambda d: (d / "config.json").unlink(),
+    "index of nothing": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("{}")],
+    "index of a list": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("[]")],
+    "the tied head only": lambda d: rename_tensor(d / WEIGHTS),
+    "too many layers": lambda d: change_config(d, n_layer=2000),
+    "sizes that overflow": lambda d: change_config(d, n_positions=2**62),
 }
+
+
+def rename_tensor(file):
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_config(directory, **changes):
+    file = directory / "config.json"
+    file.write_text(json.dumps(read_json(file) | changes))
 
 
 def shard(directory):
@@ -110,7 +126,7 @@ def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
             ours = from_pretrained(directory).eval()
             opened += 1
             assert torch.equal(ours(INPUT_IDS), theirs(INPUT_IDS).logits), state
-    assert opened == 4
+    assert opened == 5
     save_pretrained(ours, tmp_path / "older shards beside it")
     files = sorted((tmp_path / "older shards beside it").glob("model*"))
     assert [path.name for path in files] == [WEIGHTS]

@@ -31,6 +31,7 @@ from gpt2_accel import from_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader, open_split
 from gpt2_accel.data.shards import TokenStream, load_data_tokenizer
+from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import any_model
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, documents_cross
@@ -173,6 +174,16 @@ def test_a_new_model_of_a_config_is_initialised_as_its_class(tiny, tmp_path):
     assert saved.state_dict().keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(saved.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_sample_computes_each_position_once(kind):
+    model = AnyConfig(family_model(kind).config.to_dict()).build()
+    computed = []
+    embedding = model.inner.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, args, out: computed.append(out.shape[1]))
+    list(tokens(model, [[5, 9, 33]], Sampling(max_new_tokens=20)))
+    assert computed == [3] + [1] * 19
 
 
 # Attention's and the MLP's matrices of a layer; not a router, and not Mamba's convolution.

@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
-from conftest import losses, refused, run
+import torch.nn.functional as F
+from conftest import LONG, losses, refused, run
 from families import family_model, save_family
 from safetensors.torch import load, save_file
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-from gpt2_accel import from_pretrained
+from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
+from gpt2_accel.tokenizer import byte_tokenizer
 
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
@@ -67,11 +70,110 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     assert "model.layers.1." in from_pretrained(start).config.note
 
 
-def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "left", "dropped"),
+    [
+        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}, "temperature, top_p in"),
+        ({"do_sample": True, "temperature": 0.9}, {"temperature": 0.9}, ""),
+        ({"_from_model_config": True, "top_k": 50, "do_sample": True}, {"top_k": 50}, ""),
+        ({"pad_token_id": -1, "num_beams": 1, "early_stopping": True}, {}, "pad_token_id, early"),
+    ],
+)
+def test_contradictions_in_a_generation_config_are_left_out(given, left, dropped, tmp_path):
+    """Old Vicunas have a temperature without sampling; transformers refuses to save that."""
+    start = save_family("mistral", tmp_path / "start")
+    (start / "generation_config.json").write_text(json.dumps(given))
+    model = from_pretrained(start)
+    save_pretrained(model, tmp_path / "saved", byte_tokenizer())
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved").to_diff_dict()
+    assert saved["eos_token_id"] == 256
+    assert {name: saved[name] for name in left} == left
+    assert not saved.keys() & {"top_p", "pad_token_id", "early_stopping"}
+    assert "temperature" in left or "temperature" not in saved
+    note = model.config.note
+    assert dropped in note if dropped else "left out" not in note
+
+
+# `first_k_dense_replace` and the like: every layer has experts, unless a row says otherwise.
+EXPERTS = {name: 4 for name in ("num_experts", "num_local_experts", "moe_num_experts")} | {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+# What the classes of transformers return: the weight of the load balancing loss, None without one.
+BALANCING = [
+    ("mixtral", {}, 0.001),
+    ("mixtral", {"router_aux_loss_coef": 0.0}, 0.0),
+    ("jetmoe", {}, 0.01),
+    ("qwen2_moe", {"decoder_sparse_step": 2}, 0.001),  # the second layer only
+    ("qwen2_moe", {"decoder_sparse_step": 9}, None),
+    ("llama4_text", {}, None),  # has a coefficient, and no loss
+    ("doge", {}, None),
+    ("doge", {"is_moe": True}, 0.001),
+    ("glm4_moe", {}, None),
+    ("llama", {"hidden_act": "gelu"}, None),
+]
+BALANCED = (
+    "flex_olmo gpt_oss granitemoe granitemoe_swa granitemoeshared jamba laguna mellum minimax "
+    "minimax_m2 minimax_m3_vl_text olmoe phimoe qwen3_5_moe_text qwen3_moe qwen3_next "
+    "qwen4_exp_text"
+)
+UNBALANCED = (
+    "afmoe aria_text bailing_hybrid beam cohere2_moe dots1 exaone_moe hunyuan_v1_moe hy_v3 hy_v4 "
+    "inkling2_text inkling_text kimi_linear kolibri1 mimo_v2_flash nemotron_h solar_open"
+)
+if LONG:  # the other types that have experts at these sizes
+    BALANCING += [(kind, {}, True) for kind in BALANCED.split() if kind in CONFIG_MAPPING]
+    BALANCING += [(kind, {}, None) for kind in UNBALANCED.split() if kind in CONFIG_MAPPING]
+
+
+@pytest.mark.parametrize(("kind", "changes", "weight"), BALANCING)
+def test_whether_a_class_computes_a_load_balancing_loss_is_tried(kind, changes, weight):
+    state = torch.random.get_rng_state()
+    known = CONFIG_MAPPING[kind]().to_dict()
+    sizes = {name: value for name, value in EXPERTS.items() if name in known}
+    config = family_model(kind, **sizes | changes).config
+    model = AnyConfig(config.to_dict()).build()
+    if weight is True:
+        weight = config.router_aux_loss_coef
+    assert model.aux_coefficient == weight
+    ids = torch.arange(40)[None]
+    result = model(ids, ids)
+    options = {"output_router_logits": True} if weight is not None else {}
+    out = model.inner(ids, use_cache=False, **options)
+    expected = F.cross_entropy(out.logits[0], ids[0])
+    if weight:
+        result, figure = result
+        expected = expected + weight * out.aux_loss
+        assert figure.item() == pytest.approx(out.aux_loss.item(), rel=1e-5)
+    assert result.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.random.set_rng_state(state)
+
+
+def test_a_class_without_a_load_balancing_loss_says_so(tiny, tmp_path, capsys):
+    start = save_family("llama4_text", tmp_path / "start", **EXPERTS)
+    settings = {"init_from": str(start), "max_steps": 1}
+    run(tiny("run", **settings))
+    assert capsys.readouterr().out.count("it has no load balancing loss of its experts") == 1
+    with refused("leave out --router_aux_loss"):
+        run(tiny("other", **settings, router_aux_loss=0.1))
+    start = save_family("mixtral", tmp_path / "off", router_aux_loss_coef=0.0)
+    settings["init_from"] = str(start)
+    assert "train/aux_loss" in run(tiny("on", **settings, router_aux_loss=0.1))[0]
+
+
+def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path, monkeypatch, capsys):
     start = save_family("stablelm", tmp_path / "start")
     settings = {"init_from": str(start), "dtype": "bfloat16", "save_every": 4}
     alone = run(tiny("alone", **settings))
     settings["resume_from"] = str(tmp_path / "alone/checkpoint-4")
     assert losses(run(tiny("resumed", **settings))) == losses(alone)[4:]
+    assert "are now in fp32" not in capsys.readouterr().out
+    state = read_state(tmp_path / "alone/checkpoint-4")
+    del state["version"]  # a checkpoint of 0.5
+    monkeypatch.setattr("gpt2_accel.run.read_state", lambda folder: state)
+    run(tiny("old", **settings))
+    assert "are now in fp32, until here in bfloat16" in capsys.readouterr().out
+    monkeypatch.undo()
     with refused("dtype bfloat16 -> float32 from update 4: resume with the original"):
         run(tiny("other", **settings | {"dtype": "float32"}))

@@ -1,0 +1,110 @@
+"""Weights in bf16 and fp16: losses, their sums and norms are those of fp64, given the logits."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import randomized
+from families import family_model, own_shape
+
+from gpt2_accel import from_pretrained
+from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.loader import Batch, EvalLoader, open_split
+from gpt2_accel.evals.items import Item
+from gpt2_accel.evals.likelihood import Row, log_likelihoods
+from gpt2_accel.evals.perplexity import TextPerplexity
+from gpt2_accel.evals.validation import validation_loss
+from gpt2_accel.hf.lora import add_lora, set_dtype
+from gpt2_accel.kernels import cross_entropy
+from gpt2_accel.models import convert_parameters
+from gpt2_accel.models.any_model import AnyConfig
+from gpt2_accel.preferences import Preferences
+from gpt2_accel.runtime.accelerator import clip_gradients
+from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.train import next_token_loss
+
+pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+LORA = TrainConfig(lora=4, dtype="bfloat16")
+
+
+def built(kind):
+    """Returns a model with random weights, or an adapter around one."""
+    if kind in ("gpt2", "nanochat"):
+        return randomized(own_shape(kind).build())
+    model = AnyConfig(family_model(kind.removeprefix("lora ")).config.to_dict()).build()
+    if kind.startswith("lora"):
+        add_lora(model, LORA, (), "")
+    return model
+
+
+def nats(model, ids, targets):
+    """Returns the loss of each target in fp64, from the model's logits."""
+    logits = model(ids, logits_to_keep=targets.shape[1]).double()
+    return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+
+
+@pytest.mark.parametrize("at_once", [2**25, 2**10])  # plain and in chunks
+@pytest.mark.parametrize("kind", ["gpt2", "nanochat", "granite", "lora llama"])
+def test_training_losses(kind, at_once, dtype, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", at_once)
+    model = built(kind).eval()
+    set_dtype(model, LORA) if "lora" in kind else convert_parameters(model, dtype)
+    ids, targets = torch.randint(257, (2, 2, 40))
+    targets[0, :7] = -100
+    expected = nats(model, ids, targets)
+    mean = expected[targets != -100].mean()
+    found = model(ids, targets, reduction="none").double()
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+    loss = next_token_loss(model, Batch(ids, targets))
+    assert loss.item() == pytest.approx(mean.item(), rel=1e-4)
+    z = torch.logsumexp(model(ids).double(), 2)[targets != -100].square().mean()
+    total, _ = model(ids, targets, z_loss=0.1)
+    assert total.item() == pytest.approx((mean + 0.1 * z).item(), rel=1e-4)
+
+
+@torch.no_grad()
+def test_evaluations(trained, data_dir, accelerator, dtype):
+    model = from_pretrained(trained).eval()
+    convert_parameters(model, dtype)
+    ids = torch.tensor([list(b"the cat sees a dog in the house")])
+    expected = nats(model, ids[:, :-1], ids[:, -12:]).sum().item()
+    row = Row(ids[0].tolist(), ids.shape[1] - 12)
+    [[found]] = log_likelihoods(accelerator, model, [[row]], lambda: False)
+    assert -found == pytest.approx(expected, rel=1e-6)
+
+    text = [Item("a.txt", {"text": "the cat sees a dog. " * 3})]
+    task = TextPerplexity(text, byte_tokenizer(), model.config)
+    ids = torch.tensor([[256, *text[0].fields["text"].encode()]])
+    expected = nats(model, ids[:, :-1], ids[:, 1:]).mean().item()
+    assert task(accelerator, model)["text/loss"] == pytest.approx(expected, rel=1e-6)
+
+    split = open_split(data_dir, "val")
+    sizes = {"sequence_length": 32, "batch_size": 4, "max_tokens": 256}
+    batches = list(EvalLoader(split, **sizes))
+    expected = torch.cat([nats(model, b.input_ids, b.targets) for b in batches]).mean().item()
+    found = validation_loss(accelerator, model, loader=EvalLoader(split, **sizes))
+    assert found["val/loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_preferences(trained, dtype):
+    model = from_pretrained(trained).eval()
+    convert_parameters(model, dtype)
+    ids, targets = torch.randint(256, (2, 1, 40))
+    logs = -nats(model, ids.view(2, 20), targets.view(2, 20)).sum(dim=1)
+    margin = 0.1 * (logs[0] - logs[1]).item()
+    figures = Preferences(trained).measure(model, Batch(ids, targets))
+    assert figures["margin"].item() == pytest.approx(margin, abs=1e-5)
+    assert figures["loss"].item() == pytest.approx(math.log1p(math.exp(-margin)), rel=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1, 1e4])  # fp16 ends at 65,504
+def test_gradient_norms(scale, accelerator, dtype):
+    model = torch.nn.Linear(300, 100).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = (torch.randn(parameter.shape) * scale).to(dtype)
+    grads = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    norm = clip_gradients(accelerator, model, 1.0)
+    assert norm.item() == pytest.approx(grads.norm().item(), rel=1e-5)
+    clipped = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+    assert clipped.norm().item() == pytest.approx(1, rel=1e-3)
