@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.runtime.files import parse_json
+from gpt2_accel.runtime.files import check_pointer, parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -29,6 +29,7 @@ def weight_files(directory: Path) -> list[Path]:
     an adapter beside a model, which `transformers` would add to the weights.
     """
     if is_adapter(directory):
+        check_pointer(directory / "adapter_model.safetensors")
         return [directory / "adapter_model.safetensors"]
     if (directory / ADAPTER).is_file():
         raise ValueError(
@@ -47,6 +48,7 @@ def weight_files(directory: Path) -> list[Path]:
                 f"{path} is missing: give the directory of a model with all its safetensors, which "
                 "save_pretrained of transformers writes"
             )
+        check_pointer(path)
     return files
 
 
