@@ -208,7 +208,7 @@ def _print_once(text: str) -> None:
 
 
 def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
-    """Raises `ValueError` if a text, or a continuation after a context, decodes to another text.
+    """Raises `ValueError` if a text decodes to another text, or differs after a context.
 
     Llama 2's tokenizer puts a space before each text, also before a continuation. The check uses a
     word of the vocabulary, and skips text that the tokenizer cannot encode, such as a comma by
@@ -217,13 +217,13 @@ def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
     tokens = (tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer)))
     words = (str(text).strip() for text in tokens)
     word = next((text for text in words if text.isalnum()), "")
-    texts = [word, f",{word}", f"{word} {word}".strip()]
+    texts = [word, f",{word}", f"{word},{word}", f"{word} {word}".strip()]
     try:
-        context, continuation, spaced = encode(tokenizer, texts)
+        context, continuation, both, spaced = encode(tokenizer, texts)
     except ValueError:
         return
-    decoded = [tokenizer.decode(context + continuation), tokenizer.decode(spaced)]
-    if decoded != [f"{word},{word}", texts[-1]]:
+    decode = tokenizer.decode
+    if decode(context + continuation) != decode(both) or decode(spaced) != texts[-1]:
         raise ValueError(
             f"{name} has a tokenizer that puts a space before each text, or changes it otherwise: "
             "take a model with another one, such as GPT-2, SmolLM2 or Gemma"
