@@ -19,7 +19,8 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "separation": which tokens stand between documents, in words,
-     "unknown": number of tokens for text that the tokenizer does not know,
+     "unknown": number of characters that the tokenizer does not give back,
+     "special": special token in the text -> how often it is there, as ordinary text,
      "splits": {"train": {
                     "tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                     "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
