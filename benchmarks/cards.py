@@ -3,6 +3,7 @@ cards."""
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ TOLERANCES = {"fp32": (0.002, 0.01), "fp16": (0.002, 0.01), "bf16": (0.006, 0.03
 FIELDS = ("machine", "versions", "commit", "checks", "title", "rows", "updates", "expected")
 MACHINE = ("device", "torch", "date")
 ROW = ("setting", "tokens_per_second", "memory")
+SUMMARIES = {"tokens_per_second", "mfu", "matmul_flops"}
+PLAIN = re.compile(r"[\w ,.:;()+/@%&*-]+")  # text that changes neither a table nor the page
 NO_CARDS = (
     "No GPU figures yet: [run the checks on yours](hardware.md#checks-and-measurements-on-a-gpu) "
     "and send the file."
@@ -45,6 +48,20 @@ def refusal(record: dict) -> str:
         for name in names:
             if not (values or {}).get(name):
                 return f"it lacks {place}{name}"
+    texts = [record["title"], record["commit"], *(record["machine"][name] for name in MACHINE)]
+    for row in record["rows"]:
+        texts.append(row["setting"])
+        values = [row["memory"]]
+        for name in SUMMARIES & row.keys():
+            values += [row[name][key] for key in ("median", "low", "high")]
+        for value in values:
+            if not 0 < value < math.inf:
+                return f"a speed or the memory is {value}"
+    for text in texts:
+        if not PLAIN.fullmatch(text):
+            return f"it has other characters than letters, digits and punctuation: {text!r}"
+    if record["expected"] != json.loads(EXPECTED.read_text(encoding="utf-8")):
+        return "its expected losses and gradient norms are not those of expected.json"
     for name in ("updates", "speed"):
         if name not in record["checks"]:
             return f"it lacks checks.{name}"
@@ -85,5 +102,6 @@ def read_cards(folder: Path, files: Sequence[Path] = ()) -> tuple[list[dict], li
         remark = f"{record['title']}, torch {machine['torch']}, {machine['date']}"
         remark += f", {record['commit'][:9]}"
         for row in record["rows"]:
-            rows.append(row | {"name": name, "remark": remark})
+            shown = {key: row[key] for key in {*ROW, *SUMMARIES} & row.keys()}
+            rows.append(shown | {"name": name, "remark": remark})
     return rows, refused

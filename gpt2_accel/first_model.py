@@ -129,8 +129,8 @@ def load_model(
     if model.config.vocab_size < len(tokenizer):
         raise ValueError(
             f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
-            f"tokenized with one of {len(tokenizer)}: prepare the text with the model's tokenizer, "
-            "in another --data_dir"
+            f"tokenized with one of {len(tokenizer)}: prepare the text with a tokenizer of at most "
+            "as many tokens, in another --data_dir"
         )
     if given is not None:
         return model

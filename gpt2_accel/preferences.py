@@ -5,12 +5,14 @@ from. Its log-probabilities are computed once, before the first update, and stor
 prepared pairs, so there is no second model.
 """
 
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.shards import folder_of
@@ -104,7 +106,8 @@ class Preferences:
     def on_train_begin(self, run: "Run") -> None:
         """Reads the reference's log-probabilities, or computes them before the first update.
 
-        Raises `ValueError` if they are missing at a resume: the model is no longer the reference.
+        Raises `ValueError` if they are missing or damaged at a resume: the model is no longer the
+        reference.
         """
         accelerator = run.accelerator
         if not run.step:
@@ -113,23 +116,24 @@ class Preferences:
             dtype = run.config.dtype.replace("bfloat16", "bf16")
             self.file = f"{self.prefix}{precision}-{dtype}.safetensors"
         path = folder_of(run.config.data_dir) / self.file
-        if not on_main_process(path.is_file):
+        found = on_main_process(lambda: read_reference(path))
+        if not found:
             if run.step:
                 raise ValueError(
                     f"{path}, the log-probabilities of the model that the run began from, is "
-                    "missing: resume with the --data_dir of that run, or start a new run in "
-                    "another --output_dir"
+                    "missing or damaged: resume with the --data_dir of that run, or start a new "
+                    "run in another --output_dir"
                 )
-            tables = self.compute(run)
+            found = tables = self.compute(run)
             if run.stopping:
                 return
 
             def write() -> None:
                 remove_leftovers(path.parent)
-                write_file(path, save(tables))
+                write_file(path, save(tables, {"sha256": tables_digest(tables)}))
 
             on_main_process(write)
-        for split, table in on_main_process(lambda: load_file(path)).items():
+        for split, table in found.items():
             self.reference[split] = table.to(accelerator.device)
 
     def compute(self, run: "Run") -> dict[str, torch.Tensor]:
@@ -186,3 +190,23 @@ def reference_figures(model: torch.nn.Module, batch: Batch) -> dict[str, torch.T
     """Returns the log-probabilities of both answers of each pair, (B,) each."""
     logs, _, _ = answer_log_probabilities(model, batch)
     return {"chosen": logs[:, 0], "rejected": logs[:, 1]}
+
+
+def read_reference(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the stored log-probabilities, empty if the file is missing or damaged.
+
+    The files of 0.5 have no checksum.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            tables = {split: file.get_tensor(split) for split in file.keys()}
+            expected = (file.metadata() or {}).get("sha256")
+    except (OSError, SafetensorError):
+        return {}
+    return tables if expected in (None, tables_digest(tables)) else {}
+
+
+def tables_digest(tables: dict[str, torch.Tensor]) -> str:
+    """Returns the SHA-256 (hex) of the log-probabilities of the splits."""
+    return sha256(b"".join(tables[split].numpy() for split in sorted(tables))).hexdigest()
+

@@ -4,11 +4,14 @@ Each is a Hugging Face tokenizer: `save_pretrained` writes it beside the weights
 `AutoTokenizer` and `pipeline` load it.
 """
 
+import functools
 import hashlib
 import json
 import re
 import sys
 import threading
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from gpt2_accel.runtime.files import first_line
+from gpt2_accel.runtime.files import check_pointer, first_line, parse_json, write_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -25,6 +28,10 @@ else:  # the name for annotations in other modules: to import transformers takes
     PreTrainedTokenizerBase = "PreTrainedTokenizerBase"
 
 END_OF_TEXT = "<|endoftext|>"
+LOSSY = (
+    "the tokenizer does not give back {:,} characters: bits per byte is not comparable with other "
+    "tokenizers"
+)
 GPT2_VOCAB_SIZE = 50257
 # OpenAI's file of GPT-2's merges, by the address under which tiktoken caches it.
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -105,13 +112,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerBase
             f"10 million, got {vocab_size:,}"
         )
     texts = (LONG_WORD.sub(" ", text) for text in texts)
-    print(f"training a BPE of {vocab_size:,} tokens", file=sys.stderr, flush=True)
+    print(f"training a BPE of up to {vocab_size:,} tokens", file=sys.stderr, flush=True)
     progress = sys.stderr.isatty()  # elsewhere it prints empty lines to stdout
     trained = byte_tokenizer().train_new_from_iterator(texts, vocab_size, show_progress=progress)
     model = json.loads(trained.backend_tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     tokens.remove(END_OF_TEXT)  # the library puts it first
     tokens.append(END_OF_TEXT)
+    if len(tokens) < vocab_size:
+        print(f"the BPE has {len(tokens):,} tokens: the text is small", file=sys.stderr)
     return _bpe(tokens, [tuple(merge) for merge in model["merges"]])
 
 
@@ -141,6 +150,8 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
+    for path in Path(name).glob("tokenizer*"):
+        check_pointer(path)
     file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         tokenizer = _from_pretrained(kind, name)
@@ -163,8 +174,10 @@ def save_tokenizer(
 ) -> None:
     """Writes the files of a tokenizer; errors name the folder `name`.
 
-    Raises `ValueError` if decoding does not give back a text, and if the folder holds a model, with
-    a `config.json`, and `AutoTokenizer` loads other token ids from it.
+    If the folder holds a model, with a `config.json`, and `AutoTokenizer` loads other token ids
+    from it, the files name the class `PreTrainedTokenizerFast`. It prints a line if the class of
+    the model's type is loaded all the same, as for Qwen 2. Raises `ValueError` if decoding does not
+    give back a text.
     """
     check_text(tokenizer, name)
     # A `tokenizer.json` may have truncation or padding, and a call of the tokenizer may leave them.
@@ -175,21 +188,31 @@ def save_tokenizer(
         return
     from transformers import AutoTokenizer
 
+    file = Path(folder, "tokenizer.json")
+    if _same_ids(_from_pretrained(AutoTokenizer, folder), file):
+        return
+    settings = Path(folder, "tokenizer_config.json")
+    values = parse_json(settings.read_text(encoding="utf-8"))
+    write_json(settings, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
     loaded = _from_pretrained(AutoTokenizer, folder)
-    if not _same_ids(loaded, Path(folder, "tokenizer.json")):
-        raise ValueError(
-            f"transformers would load the tokenizer of {name} as {type(loaded).__name__}, with "
-            "other token ids: make it a PreTrainedTokenizerFast(tokenizer_object="
-            "tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)"
+    if not _same_ids(loaded, file):
+        _print_once(
+            f"AutoTokenizer opens the tokenizer of this type of model as {type(loaded).__name__}, "
+            "with other token ids: in transformers open it by PreTrainedTokenizerFast"
         )
 
 
-def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
-    """Raises `ValueError` if a text differs after encoding and decoding, or after a context.
+@functools.cache
+def _print_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
-    Llama 2's tokenizer puts a space before each text, so a continuation has other tokens by itself
-    than after its context. The check uses a word of the vocabulary, and skips text that the
-    tokenizer cannot encode, such as a comma by characters.
+
+def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
+    """Raises `ValueError` if a text decodes to another text, or differs after a context.
+
+    Llama 2's tokenizer puts a space before each text, also before a continuation. The check uses a
+    word of the vocabulary, and skips text that the tokenizer cannot encode, such as a comma by
+    characters.
     """
     tokens = (tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer)))
     words = (str(text).strip() for text in tokens)
@@ -199,11 +222,11 @@ def check_text(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> None:
         context, continuation, both, spaced = encode(tokenizer, texts)
     except ValueError:
         return
-    if context + continuation != both or tokenizer.decode(spaced) != texts[-1]:
+    decode = tokenizer.decode
+    if decode(context + continuation) != decode(both) or decode(spaced) != texts[-1]:
         raise ValueError(
-            f"{name} has a tokenizer that puts a space before each text, or changes it otherwise, "
-            "so that a continuation has other tokens than after its context: take a model with "
-            "another one, such as GPT-2, SmolLM2 or Gemma"
+            f"{name} has a tokenizer that puts a space before each text, or changes it otherwise: "
+            "take a model with another one, such as GPT-2, SmolLM2 or Gemma"
         )
 
 
@@ -230,6 +253,11 @@ def _from_pretrained(kind: Any, name: str | Path) -> "PreTrainedTokenizerBase":
             return tokenizer
     except Exception as error:  # the library raises nothing narrower for a damaged file
         reason = first_line(error)
+    if any(Path(name).glob("*.model")):
+        raise FileNotFoundError(
+            f"{name} has a SentencePiece file instead of a tokenizer.json, and transformers cannot "
+            f"read it ({reason}): pip install sentencepiece protobuf, or add the tokenizer.json"
+        )
     raise FileNotFoundError(
         f"{name} holds no tokenizer: put the files of the one that its model or data was made with "
         f"there ({reason})"
@@ -246,10 +274,10 @@ def _same_ids(tokenizer: "PreTrainedTokenizerBase", file: str | Path) -> bool:
 
     plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
     same_tokens = plain.get_vocab().items() <= tokenizer.get_vocab().items()
-    return same_tokens and _probe_ids(plain) == _probe_ids(tokenizer)
+    return same_tokens and probe_ids(plain) == probe_ids(tokenizer)
 
 
-def _probe_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
+def probe_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
     """Returns the token ids of `PROBE`, None if the tokenizer fails on it."""
     try:
         return encode(tokenizer, [PROBE])[0]
@@ -289,7 +317,7 @@ def token_encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], np.nd
 
     same = fingerprint(tokenizer) == GPT2_FINGERPRINT
     # The same vocabulary and merges may have another normalizer or pre-tokenizer.
-    if same and fast(PROBE).tolist() == _probe_ids(tokenizer):
+    if same and fast(PROBE).tolist() == probe_ids(tokenizer):
         return fast
     return lambda text: np.array(encode(tokenizer, [text])[0], np.int64)
 
@@ -314,6 +342,12 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Returns the texts that are one special token each, and the end of a turn, sorted."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(special | {tokenizer.eos_token} - {None})
+
+
+def special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern:
+    """Returns a pattern of the `special_tokens` in a text."""
+    tokens = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def known_ids(tokenizer: "PreTrainedTokenizerBase", *tokens: str | None) -> list[int]:
@@ -356,6 +390,15 @@ def text_ends(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return known_ids(tokenizer, tokenizer.eos_token, END_OF_TEXT) or text_start(tokenizer)
 
 
+def text_separators(tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
+    """Returns the lines that separate documents of plain text: `<|endoftext|>` and the tokenizer's
+    own token after a document."""
+    lines = [END_OF_TEXT]
+    if tokenizer is not None:
+        lines += tokenizer.convert_ids_to_tokens(text_ends(tokenizer)[-1:])
+    return list(dict.fromkeys(lines))
+
+
 def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Describes the tokens between documents."""
     begin, end = document_marks(tokenizer)
@@ -365,6 +408,14 @@ def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
         )
     marks = tokenizer.convert_ids_to_tokens(begin + end)
     return "each document begins with " + " and ends with ".join(marks)
+
+
+def lost_characters(tokenizer: "PreTrainedTokenizerBase", text: str, ids: list[int]) -> int:
+    """Returns how many characters of a text its token ids do not give back, composed or not."""
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    texts = (text, str(tokenizer.decode(ids, **options)))
+    before, after = (Counter(unicodedata.normalize("NFC", each)) for each in texts)
+    return (before - after).total()
 
 
 def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -31,7 +31,7 @@ from gpt2_accel.checkpoint.find import (
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.chat import ChatAnswers
-from gpt2_accel.evals.core import Core, open_bundle
+from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -123,7 +123,7 @@ def evaluate(
     accelerator: "Accelerator",
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
-    data: dict[str, list[Item] | Path],
+    data: dict[str, list[Item] | Bundle],
     bos: list[int],
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
@@ -133,7 +133,7 @@ def evaluate(
     notes: list[str] = []
     for name, own in data.items():
         task: Core | HellaSwag | TextPerplexity | ChatAnswers
-        if isinstance(own, Path):
+        if not isinstance(own, list):
             task = Core(own, tokenizer, shape, config.limit)
         elif name == "hellaswag":
             task = HellaSwag(own, tokenizer, shape)
@@ -229,7 +229,7 @@ def main() -> None:
     accelerator = build_accelerator()
     outputs = {name: output_file(config, name) for name in config.model}
     records = {output: read_record(output) for output in outputs.values() if output}
-    data: dict[str, list[Item] | Path] = {}
+    data: dict[str, list[Item] | Bundle] = {}
     for task, path in files.items():
         if task != "core":
             data[task] = read_items(path)[: config.limit]

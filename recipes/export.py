@@ -20,6 +20,7 @@ from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
 from gpt2_accel.config import check_ranges, parse_config, required, setting
 from gpt2_accel.hf.convert import from_pretrained, save_pretrained
 from gpt2_accel.hf.safetensors_files import is_adapter, read_tensors, weight_files
+from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, convert_parameters
 from gpt2_accel.tokenizer import load_tokenizer
 
@@ -62,6 +63,7 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
     convert_parameters(model, tensor.dtype)
     for name, weight in model.named_parameters():
         weight.copy_(sums[name] / len(checkpoints))
+    check_finite(model, f"the mean of {checkpoints[0]} to {last.name}")
     return model
 
 

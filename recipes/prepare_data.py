@@ -66,10 +66,12 @@ from gpt2_accel.data.sources import (
     is_text,
     one_text,
     row_files,
+    text_source,
 )
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.options import Parser
 from gpt2_accel.tokenizer import (
+    LOSSY,
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,
@@ -131,6 +133,8 @@ HELP = {
     "vocab_size": f"of a trained bpe; default {BPE_SIZE}",
     "column": "column or field with the text; default text",
     "input": "text file; default tiny Shakespeare, downloaded",
+    "separator": "line between documents of plain text, '' for none; default <|endoftext|> or the "
+    "tokenizer's end of text",
     "pattern": "pattern of the files in a folder, such as '*.py'",
     "config": "configuration of the data set",
     "split": "split of the data set; default train",
@@ -171,7 +175,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "shakespeare": Command(("input",)),
     "shakespeare-char": Command(("input",)),
-    "text": Command((*CORPUS, "pattern"), "PATH", "+"),
+    "text": Command((*CORPUS, "pattern", "separator"), "PATH", "+"),
     "hf": Command(CORPUS + HUB_PART, "NAME"),
     "fineweb-edu": Command(CORPUS + HUB_PART, "NAME", "?"),
     "openwebtext": Command(CORPUS + HUB_PART, "NAME", "?"),
@@ -271,7 +275,7 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
         source = ", ".join(options.source)
         revision = None
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
-        sources = corpus_files(files, options.column, tokenizer)
+        sources = corpus_files(files, options.column, tokenizer, options.separator)
     else:
         source = options.source
         paths, revision = hub_files(source, **hub_options(options))
@@ -281,12 +285,15 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
     if tokenizer is None:
         texts = islice(training_texts(sources), BPE_CHUNKS)
         tokenizer = train_bpe(texts, options.vocab_size or BPE_SIZE)
+    chosen = [options.command, options.shard_tokens]
+    if getattr(options, "separator", None) is not None:
+        chosen.append(options.separator)
     return prepare_sources(
         sources,
         tokenizer,
         options.data_dir,
         source=source,
-        plan=plan_of(sources, tokenizer, options.command, options.shard_tokens),
+        plan=plan_of(sources, tokenizer, *chosen),
         shard_tokens=options.shard_tokens,
         validation_tokens=options.shard_tokens if options.command == "fineweb-edu" else 0,
         workers=options.workers,
@@ -297,14 +304,15 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
 
 def prepare_shakespeare(options: argparse.Namespace, command: str) -> dict:
     """Writes the shards of one text; returns the manifest."""
-    text, source = one_text(options.input)
+    text, name = one_text(options.input)
     characters = options.command == "shakespeare-char"
     tokenizer = char_tokenizer(text) if characters else gpt2_tokenizer()
+    source = text_source(text, name, tokenizer)
     return prepare_sources(
         [source],
         tokenizer,
         options.data_dir,
-        source=source.name,
+        source=name,
         plan=plan_of([source], tokenizer),
         command=command,
     )
@@ -390,9 +398,11 @@ def summarize(manifest: dict) -> None:
         print(line)
     if "separation" in manifest:
         print(manifest["separation"])
+    for token, count in manifest.get("special", {}).items():
+        print(f"{count:,} times {token}, kept as ordinary text")
     unknown = manifest.get("unknown")
     if unknown:
-        print(f"{unknown:,} unknown tokens, for text that is not in the tokenizer's vocabulary")
+        print(LOSSY.format(unknown))
 
 
 def show(data_dir: str) -> None:

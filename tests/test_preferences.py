@@ -292,6 +292,23 @@ def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path
     assert not list(data.glob("reference-*"))
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_a_damaged_reference_is_computed_again_but_not_at_a_resume(pairs, start, tmp_path, damage):
+    data = tmp_path / "pairs"
+    shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
+    flags = settings(start, tmp_path / "run", data_dir=data, max_steps=2, eval_every=0)
+    run_recipe("chat_dpo", *flags)
+    [path] = data.glob("reference-*")
+    whole = path.read_bytes()
+    flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
+    path.write_bytes(flipped if damage == "flipped" else whole[:-9])
+    with refused("missing or damaged"):
+        run_recipe("chat_dpo", *flags, "--max_steps", 4)
+    flags = settings(start, tmp_path / "new", data_dir=data, max_steps=2, eval_every=0)
+    run_recipe("chat_dpo", *flags)
+    assert path.read_bytes() == whole
+
+
 KILLING_SCRIPT = ROOT / "tests/reliability/kill_at_operation.py"
 # Part of a path, and the operations from there on before which a run is killed. The first of each
 # are killed in `make test`, all in `make test-reliability`.

@@ -261,6 +261,16 @@ USABLE = {
 }
 
 
+def unigram():
+    pieces = [("<unk>", 0.0), *((letter, -5.0) for letter in "abc ,0"), (",ab", -1.0), ("ab", -2.0)]
+    backend = Tokenizer(models.Unigram([*pieces, ("ab,ab", -1.5)], 0))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+USABLE["pieces across punctuation"] = unigram(), True
+
+
 @pytest.mark.parametrize("name", USABLE)
 def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name, tmp_path):
     tokenizer, usable = USABLE[name]
@@ -292,12 +302,26 @@ def test_code_in_a_tokenizer_directory_is_never_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_changes_when_loaded_is_not_saved(tmp_path):
+def test_a_tokenizer_that_changes_when_loaded_is_saved_under_another_class(tmp_path):
     tokenizer = train_bpe([TEXT, PROBE], 400)
     tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
-    with refused("GPT2Tokenizer"):
-        save_model(tokenizer, tmp_path / "model")
-    assert not list((tmp_path / "model").glob("*"))
+    save_model(tokenizer, tmp_path / "model")
+    again = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert encode(again, [PROBE]) == encode(tokenizer, [PROBE])
+
+
+def test_a_type_of_model_with_its_own_tokenizer_keeps_the_ids_of_the_package(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    for _ in range(2):
+        save_tokenizer(BPE, tmp_path, tmp_path)
+    assert encode(load_tokenizer(tmp_path), [PROBE]) == encode(BPE, [PROBE])
+    assert capsys.readouterr().err.count("as Qwen2Tokenizer, with other token ids") == 1
+
+
+@pytest.mark.parametrize(("count", "words"), [(270, ""), (642, "the BPE has 2")])
+def test_a_small_text_says_how_many_tokens_its_bpe_has(capsys, count, words):
+    train_bpe([TEXT], count)
+    assert f"up to {count} tokens\n{words}" in capsys.readouterr().err
 
 
 def test_truncation_and_padding_do_not_reach_the_data(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +73,23 @@ def last_part(row: str | np.ndarray) -> int:
 # Cutting a text
 
 
+def separator_pattern(separators: Iterable[str]) -> re.Pattern:
+    """Returns a pattern of a line, with its end, that is one of the texts; nothing else matches."""
+    lines = "|".join(map(re.escape, separators)) or "(?!)"
+    return re.compile(rf"^((?:{lines})\r?$\n?)", re.MULTILINE)
+
+
+def separated(parts: Iterable[str], separator: re.Pattern) -> Iterator[Iterator[str]]:
+    """Yields the documents between separators, each as an iterator over pieces of its text.
+
+    A part ends at the end of a line, or is a piece of a line of more than `CHUNK` characters.
+    """
+    pieces = filter(None, chain.from_iterable(map(separator.split, parts)))
+    for apart, own in groupby(pieces, lambda piece: bool(separator.fullmatch(piece))):
+        if not apart:
+            yield own
+
+
 def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters, none if it is empty.
 
@@ -96,14 +114,18 @@ def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
         yield held
 
 
-def next_cut(path: Path, offset: int) -> int:
-    """Returns the byte offset of the first end of a word in a file, from `offset` on.
+def next_cut(path: Path, offset: int, separator: re.Pattern) -> int:
+    """Returns the byte offset after the first separator in a file, from `offset` on.
 
-    It looks at one megabyte; without an end of a word it is the next character.
+    It looks at one megabyte. If it has no separator, or less than `FEWEST` of the file follows it,
+    this is the first end of a word; without one the next character.
     """
+    size = path.stat().st_size
     with open(path, "rb") as file:
         file.seek(offset)
         text = file.read(CHUNK).decode("utf-8", "surrogateescape")
-    match = re.search(WORD_END, text) or re.match("[\udc80-\udcff]*", text)
+    match = separator.search(text, 1)  # 0 may be within a line
+    if not match or size - offset - match.end() < FEWEST * size:
+        match = re.search(WORD_END, text) or re.match("[\udc80-\udcff]*", text)
     assert match is not None  # the second matches any text
     return offset + len(text[: match.end()].encode("utf-8", "surrogateescape"))

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -30,7 +31,7 @@ from gpt2_accel.data.shards import (
     TokenStream,
     read_manifest,
 )
-from gpt2_accel.data.sources import ChangedSource, Source, one_text, texts
+from gpt2_accel.data.sources import ChangedSource, Source, one_text, text_source, texts
 from gpt2_accel.data.third_party import tokenizer_entry
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
@@ -45,11 +46,15 @@ from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import (
     END_OF_TEXT,
     GPT2_FINGERPRINT,
+    PROBE,
     PreTrainedTokenizerBase,
     describe_marks,
     document_marks,
     fingerprint,
+    lost_characters,
+    probe_ids,
     save_tokenizer,
+    special_pattern,
     text_start,
     token_encoder,
 )
@@ -90,10 +95,11 @@ def prepare_text(
     prepared = (Path(data_dir) / DATA_MANIFEST).exists()
     if prepared and path is None:
         return
-    text, source = one_text(path)
+    text, name = one_text(path)
     if not prepared:
-        prepare_sources([source], tokenizer_of(text), data_dir, source=source.name)
-    elif source.name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
+        tokenizer = tokenizer_of(text)
+        prepare_sources([text_source(text, name, tokenizer)], tokenizer, data_dir, source=name)
+    elif name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"
         )
@@ -133,9 +139,10 @@ def prepare_sources(
         groups = read_groups(sources, tuple(record["next"]))
         with bar:
             for encoded in in_order(writer.encode, groups, workers, 2 * workers):
-                for piece, tokens, size, unknown in encoded:
-                    record["unknown"] += unknown
+                for piece, tokens, size, unknown, special in encoded:
                     writer.append(piece, tokens, size)
+                    record["unknown"] += unknown
+                    record["special"] = Counter(record["special"]) + special
                     bar.update(size)
         writer.close_shards()
         for split, entry in record["splits"].items():
@@ -199,9 +206,8 @@ def read_groups(sources: Sequence[Source], start: tuple[int, int]) -> Iterator[l
 class TextWriter:
     """Tokenizes pieces of documents and appends them to the shards of a folder.
 
-    `record` is the progress: `next`, the `Piece.at` where a restart continues; `unknown`, the
-    number of tokens for text that is not in the vocabulary; `splits` as in the manifest. It
-    continues the given record.
+    `record` is the progress: `next`, the `Piece.at` where a restart continues; `unknown`, `special`
+    and `splits` as in the manifest. It continues the given record.
     """
 
     folder: Path
@@ -216,25 +222,30 @@ class TextWriter:
         self.dtype = TOKEN_DTYPES[dtype]
         self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
-        unknown = self.tokenizer.unk_token_id
-        self.unknown = -1 if unknown is None else unknown  # numpy is slow with None
+        probe = probe_ids(self.tokenizer) or []
+        self.is_lossy = lost_characters(self.tokenizer, PROBE, probe) > 0
+        self.special = special_pattern(self.tokenizer)
         begin, end = document_marks(self.tokenizer)
         self.begin = np.array(begin, self.dtype)
         self.end = np.array(end, self.dtype)
         entries = {}
         for split in self.splits:
             entries[split] = {"tokens": 0, "documents": 0, "bytes": 0, "shards": []}
-        self.record = {"next": (0, 0), "unknown": 0, "splits": entries} | self.record
+        counts = {"unknown": 0, "special": {}}
+        self.record = {"next": (0, 0), "splits": entries} | counts | self.record
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
-    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int]]:
-        """Returns (piece, tokens, bytes of its text, number of unknown tokens) for each piece.
+    def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int, Counter]]:
+        """Returns (piece, tokens, bytes of its text, unknown characters, special tokens) for each
+        piece.
 
-        Halves of surrogate pairs become U+FFFD.
+        Halves of surrogate pairs become U+FFFD. An unknown token that is also a token between
+        documents is left out.
         """
         encoded = []
         for piece in group:
             unknown = 0
+            special: Counter[str] = Counter()
             if isinstance(piece.chunk, str):
                 text = piece.chunk
                 try:
@@ -246,7 +257,10 @@ class TextWriter:
                     tokens = self.tokenize(text)
                 except ValueError as error:
                     raise ValueError(f"{piece.place}: {error}") from error
-                unknown = int(np.count_nonzero(tokens == self.unknown))
+                special.update(self.special.findall(text))
+                if self.is_lossy:
+                    unknown = lost_characters(self.tokenizer, text, tokens.tolist())
+                    tokens = tokens[~np.isin(tokens, (*self.begin, *self.end))]
             else:
                 tokens = piece.chunk
                 text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -257,7 +271,7 @@ class TextWriter:
             if piece.ends:
                 parts.append(self.end)
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
-            encoded.append((piece, tokens, size, unknown))
+            encoded.append((piece, tokens, size, unknown, special))
         return encoded
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
@@ -322,7 +336,7 @@ def make_data(
         lock.acquire()
     except Timeout as error:
         raise OSError(
-            f"another process is preparing {data_dir}: wait, or choose another --data_dir"
+            f"another process is preparing {data_dir}: wait until it ends, then start again"
         ) from error
     try:
         if not os.path.lexists(data_dir):
@@ -389,7 +403,7 @@ def read_json(path: Path) -> dict:
 def open_work(work: Path, plan: str | None) -> dict:
     """Returns the record of the work folder if it is of this plan; else empties the folder."""
     record = read_json(work / RECORD)
-    if record and record["plan"] == plan:
+    if record and record["plan"] == plan and "special" in record:  # 0.5 has other documents
         remove_leftovers(work)
         return record
     if record:

@@ -5,19 +5,20 @@ import io
 import os
 import re
 import shlex
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from gpt2_accel.data.documents import CHUNK
-from gpt2_accel.runtime.files import first_line, parse_json
+from gpt2_accel.runtime.files import check_pointer, first_line, parse_json
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # a suffix of COMPRESSED may follow
 ROWS_AT_ONCE = 256  # rows of a Parquet file that are decoded together
 
 
-def row_suffix(path: str | os.PathLike) -> str:
+def row_suffix(path: str | os.PathLike | zipfile.Path) -> str:
     """Returns which of `ROW_SUFFIXES` a file has, in any case; an empty string for other files."""
     name, suffix = os.path.splitext(str(path).lower())
     if suffix in COMPRESSED:
@@ -38,13 +39,17 @@ def reading(source: str) -> Iterator[None]:
         ) from error
 
 
-def open_file(path: str) -> io.BufferedReader:
+def open_file(path: str | zipfile.Path) -> io.BufferedReader:
     """Opens a local or remote file for reading, and decompresses it by its suffix."""
     import fsspec
 
-    file_system, name = fsspec.core.url_to_fs(path)
-    file = file_system.open(name)
-    compression = COMPRESSED.get(os.path.splitext(path.lower())[1])
+    file: Any
+    if isinstance(path, zipfile.Path):
+        file = path.open("rb")
+    else:
+        file_system, name = fsspec.core.url_to_fs(path)
+        file = file_system.open(name)
+    compression = COMPRESSED.get(os.path.splitext(str(path).lower())[1])
     if compression:
         import pyarrow
 
@@ -52,13 +57,14 @@ def open_file(path: str) -> io.BufferedReader:
     return io.BufferedReader(file, CHUNK)
 
 
-def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
+def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
     With `column`, rows of Parquet have that column only. A file of JSON has a row per line, or is
     one array of rows, or one row over several lines. Raises `ValueError` if the file cannot be
     read, for a line that is not JSON in UTF-8, and for Parquet without the column.
     """
+    check_pointer(str(path))
     if row_suffix(path) == ".parquet":
         yield from parquet_rows(path, column)
         return
@@ -79,12 +85,12 @@ def read_rows(path: str, column: str = "") -> Iterator[tuple[Any, str]]:
             yield value, place
 
 
-def read_lines(path: str) -> Iterator[bytes]:
+def read_lines(path: str | zipfile.Path) -> Iterator[bytes]:
     """Yields the lines of a file of JSON.
 
     A file that begins with an array, or with an object over several lines, is one line.
     """
-    with reading(path), open_file(path) as file:
+    with reading(str(path)), open_file(path) as file:
         start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
         if re.match(rb"\[|{\s*\n", start):
             yield file.read()
@@ -92,16 +98,16 @@ def read_lines(path: str) -> Iterator[bytes]:
             yield from file
 
 
-def parquet_rows(path: str, column: str) -> Iterator[tuple[Any, str]]:
+def parquet_rows(path: str | zipfile.Path, column: str) -> Iterator[tuple[Any, str]]:
     """Yields the rows of a Parquet file, each with its place for messages."""
     from pyarrow.parquet import ParquetFile
 
-    with reading(path):
+    with reading(str(path)):
         file = ParquetFile(open_file(path))
     if column and column not in file.schema_arrow.names:
-        raise ValueError(no_column(path, column, file.schema_arrow.names))
+        raise ValueError(no_column(str(path), column, file.schema_arrow.names))
     number = 0
-    with reading(path), file:
+    with reading(str(path)), file:
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column] if column else None):
             for value in batch.to_pylist():
                 yield value, f"{path}, row {number:,}"

@@ -19,7 +19,8 @@ A data folder holds `manifest.json`, the tokenizer as `tokenizer/` (Hugging Face
      "dtype": "uint16",
      "source": description of the text, "revision": of a data set, "command": that made the folder,
      "separation": which tokens stand between documents, in words,
-     "unknown": number of tokens for text that the tokenizer does not know,
+     "unknown": number of characters that the tokenizer does not give back,
+     "special": special token in the text -> how often it is there, as ordinary text,
      "splits": {"train": {
                     "tokens": …, "documents": …, "bytes": UTF-8 bytes of its text,
                     "shards": [{"file": …, "tokens": …, "documents": …, "sha256": …}, …]},
@@ -61,7 +62,7 @@ import numpy as np
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
 from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
-from gpt2_accel.runtime.files import parse_json, plain_name, sync
+from gpt2_accel.runtime.files import check_pointer, parse_json, plain_name, sync
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint
@@ -150,6 +151,7 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
         about = header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
         intact = size == end and header == HEADER.pack(MAGIC, *about)
     if not intact:
+        check_pointer(path)
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of "
             f"{size:,} bytes: restore it, or remove the folder and prepare the data again"
@@ -189,6 +191,7 @@ def read_manifest(data_dir: str | Path) -> dict:
                 f"text first, by {command}"
             )
         return manifest
+    check_pointer(path)
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_bytes())
         known = [manifest["format"] == MANIFEST_FORMAT, manifest["dtype"] in TOKEN_DTYPES]

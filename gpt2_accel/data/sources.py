@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import os
+import re
 import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +21,16 @@ from gpt2_accel.data.documents import (
     fitting_share,
     last_part,
     next_cut,
+    separated,
+    separator_pattern,
     split_of,
     text_digest,
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
-from gpt2_accel.runtime.files import first_line
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks
+from gpt2_accel.runtime.files import check_pointer, first_line
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, text_separators
 
-TABLES = {".csv", ".tsv"}  # rows that are not read; their syntax is not text
+NOT_TEXT = {".csv", ".tsv", ".ipynb"}  # not read; their syntax is not text
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # approximate factors
 SAMPLED_ROWS = 2000  # rows sampled to decide how rows are held out
 SECONDS_TO_ANSWER = 8
@@ -65,21 +68,23 @@ def texts(name: str, splits: Mapping[str, Iterable[str]], size: int = 0) -> Sour
     return Source(name, documents, size)
 
 
-def text_file(path: Path, split: str | None) -> Source:
-    """Returns the source of a file of plain text, one document.
+def text_file(path: Path, split: str | None, separator: re.Pattern) -> Source:
+    """Returns the source of a file of plain text, whose documents `separator` parts.
 
     Without a `split` the last `VAL_SHARE` of the file is for validation.
     """
+    check_pointer(path)
     size = path.stat().st_size
     state = state_of(str(path))
 
     def documents() -> Iterator[Document]:
         cut = size
         if split is None:
-            cut = next_cut(path, int(size * (1 - VAL_SHARE)))
+            cut = next_cut(path, int(size * (1 - VAL_SHARE)), separator)
         rest = unchanged(read_part(path, cut, size), str(path), state)
-        yield Document(split or "train", chunks(read_part(path, 0, cut)), str(path))
-        yield Document("val", chunks(rest), str(path))
+        for own, parts in ((split or "train", read_part(path, 0, cut)), ("val", rest)):
+            for pieces in separated(parts, separator):
+                yield Document(own, chunks(pieces), str(path))
 
     return Source(f"{path}, {split}", documents, *state)
 
@@ -87,12 +92,17 @@ def text_file(path: Path, split: str | None) -> Source:
 def read_part(path: Path, start: int, end: int) -> Iterator[str]:
     """Yields the text in bytes [start, end) of a file, without a byte-order mark.
 
-    Raises `ValueError` if it is not UTF-8.
+    A part ends at the end of a line, or is a piece of a line of more than `CHUNK` bytes. Raises
+    `ValueError` if it is not UTF-8.
     """
     with reading(str(path)), open(path, "rb") as file:
         file.seek(start)
-        blocks = iter(lambda: file.read(min(end - file.tell(), CHUNK)), b"")
-        yield from codecs.iterdecode(blocks, "utf-8" if start else "utf-8-sig")
+
+        def block() -> bytes:
+            lines = file.read(min(end - file.tell(), CHUNK))
+            return lines + file.readline(min(end - file.tell(), CHUNK))
+
+        yield from codecs.iterdecode(iter(block, b""), "utf-8" if start else "utf-8-sig")
 
 
 def row_file(
@@ -154,9 +164,15 @@ def token_ids(
 
 
 def corpus_files(
-    names: Mapping[Path, str], column: str, tokenizer: "PreTrainedTokenizerBase | None"
+    names: Mapping[Path, str],
+    column: str,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    separator: str | None = None,
 ) -> list[Source]:
     """Returns the sources of files: first plain text, then rows. `names` maps paths to names.
+
+    A line that is `separator`, by default one of `text_separators`, parts documents of plain text;
+    if it is empty, each file is one document.
 
     Plain text is held out by a hash of the name. If the held-out share does not fit, the last
     `VAL_SHARE` of each file is held out instead. `row_files` describes the other arguments. Raises
@@ -174,7 +190,9 @@ def corpus_files(
             sizes[split] += path.stat().st_size
     if not fitting_share(sizes["val"], sum(sizes.values())):
         splits = dict.fromkeys(splits)
-    plain = [text_file(*file) for file in splits.items()]
+    lines = text_separators(tokenizer) if separator is None else filter(None, [separator])
+    pattern = separator_pattern(lines)
+    plain = [text_file(path, split, pattern) for path, split in splits.items()]
     return plain + row_files(rows, column, tokenizer)
 
 
@@ -253,6 +271,12 @@ def find_files(
                 path = Path(parent, name)
                 if name[0] != "." and path.match(pattern or "*"):
                     paths.append(path)
+    for path in paths:
+        if path.suffix == ".arrow" and path.with_name("state.json") in paths:
+            raise ValueError(
+                f"{path.parent} was written by save_to_disk of datasets: write it as Parquet, by "
+                "load_from_disk(FOLDER).to_parquet(FILE)"
+            )
     taken = {}
     left_out = []
     for path in sorted(paths):
@@ -274,7 +298,7 @@ def is_text(path: Path) -> bool:
     """Whether a path is a file of rows, or of UTF-8 text by its beginning."""
     if row_suffix(path):
         return True
-    if path.suffix.lower() in TABLES:
+    if path.suffix.lower() in NOT_TEXT:
         return False
     with open(path, "rb") as file:
         start = file.read(CHUNK)
@@ -289,6 +313,7 @@ def read_text(path: str | Path) -> str:
 
     Raises `FileNotFoundError` if it does not exist, `ValueError` if it is empty or not UTF-8.
     """
+    check_pointer(path)
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -367,18 +392,28 @@ def commit_of(name: str, revision: str | None) -> str | None:
 # One text
 
 
-def one_text(path: str | Path | None = None) -> tuple[str, Source]:
-    """Returns the text of the file `path`, by default tiny Shakespeare, and its source.
+def one_text(path: str | Path | None = None) -> tuple[str, str]:
+    """Returns the text of the file `path`, by default tiny Shakespeare, and its name.
 
-    The first 90% is for training, the rest for validation, as in nanoGPT. The source's name has the
-    file's name and the text's SHA-256. Raises `OSError` if the text cannot be read, `ValueError` if
-    it is empty or not UTF-8.
+    The name has the file's name and the text's SHA-256. Raises `OSError` if the text cannot be
+    read, `ValueError` if it is empty or not UTF-8.
     """
     text = tiny_shakespeare() if path is None else read_text(path)
+    return text, f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
+
+
+def text_source(text: str, name: str, tokenizer: "PreTrainedTokenizerBase") -> Source:
+    """Returns the source of one text, of which the first 90% is for training, as in nanoGPT.
+
+    Lines that are `text_separators` part documents if `tokenizer` has a token between documents.
+    """
+    marks, _ = document_marks(tokenizer)
+    pattern = separator_pattern(text_separators(tokenizer) if marks else ())
     cut = int(len(text) * 0.9)
-    splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    name = f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
-    return text, texts(name, splits, len(text.encode()))
+    splits = {}
+    for split, part in (("train", text[:cut]), ("val", text[cut:])):
+        splits[split] = ["".join(pieces) for pieces in separated([part], pattern)]
+    return texts(name, splits, len(text.encode()))
 
 
 def tiny_shakespeare() -> str:

@@ -20,6 +20,7 @@ scored, and `core/unaligned_items` counts the item.
 import csv
 import math
 import random
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,20 +28,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 
-from gpt2_accel.evals.items import read_items
+from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.runtime.files import first_line
-from gpt2_accel.runtime.options import load_yaml
+from gpt2_accel.runtime.files import check_pointer, first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 
 # DCLM's tasks, in nanochat's bundle.
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 # Of OpenAI's 124M, 355M, 774M and 1558M, in nanochat's dev/estimate_gpt3_core.ipynb.
 PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"
+# Type of a task -> the fields of its items.
+FIELDS = {
+    "multiple_choice": ("query", "choices"),
+    "schema": ("continuation", "context_options"),
+    "language_modeling": ("continuation", "context"),
+}
+
+Bundle = Path | zipfile.Path
 
 
 @dataclass(frozen=True)
@@ -53,13 +62,14 @@ class Task:
     examples: int
     delimiter: str
     guessing: float
-    items: Sequence[dict[str, Any]]
+    items: list[dict[str, Any]]
 
     def texts(self, item: dict[str, Any]) -> list[str]:
         """Returns the item's text with each of its options; language modeling has one option."""
         if self.type == "multiple_choice":
             return [item["query"] + self.delimiter + choice for choice in item["choices"]]
-        contexts = item.get("context_options") or [item["context"].strip()]
+        schema = self.type == "schema"
+        contexts = item["context_options"] if schema else [item["context"].strip()]
         return [context + self.delimiter + item["continuation"] for context in contexts]
 
     def prompts(self, number: int) -> list[str]:
@@ -68,51 +78,86 @@ class Task:
         examples = ""
         for i in random.Random(1234 + number).sample(others, min(self.examples, len(others))):
             item = self.items[i]
-            examples += self.texts(item)[item.get("gold", 0)] + "\n\n"
+            examples += self.texts(item)[item["gold"]] + "\n\n"
         return [examples + text for text in self.texts(self.items[number])]
 
 
-def open_bundle(source: str | Path | None = None) -> Path:
+def open_bundle(source: str | Path | None = None) -> Bundle:
     """Returns the folder of a bundle. `source` is a folder, or a ZIP file or its URL, which is
-    unpacked into the cache of `datasets`; default `BUNDLE`.
+    downloaded into the cache of `datasets`; default `BUNDLE`. A ZIP file is read in place.
 
     Raises `FileNotFoundError` if it cannot be read or has no core.yaml.
     """
-    folder = source = source or BUNDLE
+    source = source or BUNDLE
     try:
-        if not Path(source).is_dir():
+        if Path(source).is_dir():
+            return next(Path(source).rglob("core.yaml")).parent
+        check_pointer(source)
+        if not Path(source).exists():
             from datasets import DownloadManager
 
-            folder = DownloadManager().download_and_extract(str(source))
-        return next(Path(folder).rglob("core.yaml")).parent
-    except (OSError, ValueError, StopIteration) as error:
+            source = DownloadManager().download(str(source))
+        archive = zipfile.ZipFile(source)
+        name = next(name for name in archive.namelist() if f"/{name}".endswith("/core.yaml"))
+        return zipfile.Path(archive, name.removesuffix("core.yaml"))
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile) as error:
         raise FileNotFoundError(
             f"{source} is not a readable CORE bundle with a core.yaml ({first_line(error)}): give "
             "its folder, ZIP file or URL"
         ) from error
 
 
-def read_tasks(folder: Path, limit: int | None = None) -> list[Task]:
+def read_tasks(folder: Bundle, limit: int | None = None) -> list[Task]:
     """Reads the tasks of a bundle, each with the first `limit` of its shuffled items.
 
-    Raises `OSError` or `ValueError` if a file is missing, damaged or empty.
+    Raises `OSError` or `ValueError` if a file or an item is missing, damaged or wrong.
     """
-    with open(folder / "eval_meta_data.csv", newline="", encoding="utf-8") as file:
-        guessing = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-    tasks = []
-    for entry in load_yaml(str(folder / "core.yaml"), "core.yaml")["icl_tasks"]:
-        items = [item.fields for item in read_items(folder / "eval_data" / entry["dataset_uri"])]
+    tasks = {}
+    try:
+        with (folder / "eval_meta_data.csv").open(newline="", encoding="utf-8") as file:
+            lines = {row["Eval Task"]: row["Random baseline"] for row in csv.DictReader(file)}
+        text = (folder / "core.yaml").read_text(encoding="utf-8")
+        for entry in yaml.safe_load(text)["icl_tasks"]:
+            task = Task(
+                name=entry["label"],
+                type=entry["icl_task_type"],
+                examples=entry["num_fewshot"][0],
+                delimiter=entry.get("continuation_delimiter", " "),
+                guessing=float(lines[entry["label"]]) / 100,
+                items=[],
+            )
+            known = task.type in FIELDS and task.name not in tasks
+            if not known or task.examples < 0 or not 0 <= task.guessing < 1:
+                raise ValueError(f"the type, examples or random baseline of {task.name} is wrong")
+            tasks[task.name] = task, folder / "eval_data" / entry["dataset_uri"]
+    except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{folder} has a wrong core.yaml or eval_meta_data.csv ({first_line(error)}): restore "
+            "the files of the bundle"
+        ) from error
+    for task, path in tasks.values():
+        items = [item_fields(item, task.type) for item in read_items(path)]
         random.Random(1337).shuffle(items)
-        task = Task(
-            name=entry["label"],
-            type=entry["icl_task_type"],
-            examples=entry["num_fewshot"][0],
-            delimiter=entry.get("continuation_delimiter", " "),
-            guessing=guessing[entry["label"]] / 100,
-            items=items[:limit],
-        )
-        tasks.append(task)
-    return tasks
+        task.items.extend(items[:limit])
+    return [task for task, _ in tasks.values()]
+
+
+def item_fields(item: Item, kind: str) -> dict[str, Any]:
+    """Returns the fields of an item of a type of tasks, with the index `gold` of the right option.
+
+    Raises `ValueError` if a field is missing, wrong or empty.
+    """
+    name, options = FIELDS[kind]
+    texts = [item.field(name, str)]
+    gold = 0
+    if kind == "language_modeling":
+        item.field(options, str)
+    else:
+        choices, gold = item.choices(options, "gold")
+        texts += choices
+    if not all(map(str.strip, texts)):
+        raise ValueError(f"{item.place} has an empty text: remove it")
+    return item.fields | {"gold": gold}
 
 
 class Core:
@@ -124,7 +169,7 @@ class Core:
 
     def __init__(
         self,
-        bundle: Path,
+        bundle: Bundle,
         tokenizer: "PreTrainedTokenizerBase",
         config: ModelConfig,
         limit: int | None = None,
@@ -154,7 +199,7 @@ class Core:
             if greedy:  # 0 is right, -1 or less is wrong: -0.5 stands for any other answer
                 scores = [[score, -0.5] for (score,) in scores]
                 lengths = [[1, 1]] * len(scores)
-            gold = [item.get("gold", 0) for item in task.items]
+            gold = [item["gold"] for item in task.items]
             parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
         results = combine("core", "choice_accuracy", parts)
         core = variance = 0.0
@@ -168,11 +213,12 @@ class Core:
     def question(self, task: Task, number: int, counts: Counter) -> Question:
         """Returns the question of item `number`: a row for each prompt.
 
-        Counts prompts that are cut in `core/cut_prompts`, and items of language modeling that do
-        not split at a token in `core/unaligned_items`. Raises `ValueError` if nothing precedes the
-        scored tokens.
+        Counts prompts that are cut in `core/cut_prompts`, items of language modeling that do not
+        split at a token in `core/unaligned_items`, and items with two equal choices in
+        `core/equal_choices`. Raises `ValueError` if nothing precedes the scored tokens.
         """
         texts = task.prompts(number)
+        counts["core/equal_choices"] += int(len(set(texts)) < len(texts))
         if task.type == "language_modeling":
             texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
         start = text_start(self.tokenizer)

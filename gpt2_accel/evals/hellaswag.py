@@ -34,7 +34,8 @@ class HellaSwag(LikelihoodTask):
         self.labels: list[int] = []
         cut = 0
         for item in items:
-            context, endings, label = read_fields(item)
+            context = item.field("ctx", str)
+            endings, label = item.choices("endings", "label")
             texts = [f" {text}" for text in endings]
             question = encode_question(tokenizer, context, texts, item.place)
             if max(row.predicted for row in question) <= limit:
@@ -66,22 +67,3 @@ class HellaSwag(LikelihoodTask):
         columns: dict[str, list[Any]] = {"scores": scores, "references": self.labels}
         parts = {name: columns | {"lengths": divisors} for name, divisors in lengths.items()}
         return combine("hellaswag", "choice_accuracy", parts)
-
-
-def read_fields(item: Item) -> tuple[str, list[str], int]:
-    """Returns the context, the endings and the index of the right ending. Raises `ValueError` if a
-    field is missing or wrong.
-
-    The data set on the Hub stores the label as text, which is empty in the test split.
-    """
-    context = item.field("ctx", str)
-    endings = item.field("endings", list)
-    if len(endings) < 2 or not all(isinstance(ending, str) for ending in endings):
-        raise ValueError(f"{item.place} has endings = {endings!r}: expected two strings or more")
-    label = item.field("label", int | str)
-    if str(label) not in map(str, range(len(endings))):
-        raise ValueError(
-            f"{item.place} has label = {label!r}: expected the index of an ending, 0 to "
-            f"{len(endings) - 1}"
-        )
-    return context, endings, int(label)

@@ -1,5 +1,6 @@
 """The items of an evaluation: rows of a file, or of HellaSwag on the Hub."""
 
+import zipfile
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
@@ -28,8 +29,25 @@ class Item(NamedTuple):
             raise ValueError(f"{self.place} has {name} = {value!r}: expected {expected}")
         return value
 
+    def choices(self, name: str, label: str) -> tuple[list[str], int]:
+        """Returns the texts of a field, and the index of the right one in the field `label`.
 
-def read_items(path: str | Path) -> list[Item]:
+        The index may be a text, as in HellaSwag on the Hub. Raises `ValueError` if a field is
+        missing or wrong.
+        """
+        texts = self.field(name, list)
+        if len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{self.place} has {name} = {texts!r}: expected two strings or more")
+        right = self.field(label, int | str)
+        if str(right) not in map(str, range(len(texts))):
+            raise ValueError(
+                f"{self.place} has {label} = {right!r}: expected the index of one of the {name}, "
+                f"0 to {len(texts) - 1}"
+            )
+        return texts, int(right)
+
+
+def read_items(path: str | Path | zipfile.Path) -> list[Item]:
     """Returns the items of a file of rows, such as `.jsonl` with one object per line; skips blank
     lines. Another file is one item, `{"text": …}`.
 
@@ -37,9 +55,9 @@ def read_items(path: str | Path) -> list[Item]:
     of `read_rows` and `read_text`.
     """
     if not row_suffix(path):
-        return [Item(str(path), {"text": read_text(path)})]
+        return [Item(str(path), {"text": read_text(str(path))})]
     items = []
-    for row, place in read_rows(str(path)):
+    for row, place in read_rows(path if isinstance(path, zipfile.Path) else str(path)):
         if not isinstance(row, dict):
             raise ValueError(f"{place}, is not a JSON object: write one {{…}} per line")
         items.append(Item(place, row))

@@ -15,7 +15,7 @@ from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, Row
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
+from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase, encode, lost_characters, text_start
 
 
 class TextPerplexity(LikelihoodTask):
@@ -56,6 +56,9 @@ class TextPerplexity(LikelihoodTask):
             first = end
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
+        lost = lost_characters(tokenizer, text, ids)
+        if lost:
+            self.notes.append(f"text: {LOSSY.format(lost)}")
 
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `text/loss`, per token in nats, with its standard error over windows,

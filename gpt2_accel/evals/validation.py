@@ -12,14 +12,20 @@ from accelerate.utils import gather_object
 
 from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.prefetch import prefetch
-from gpt2_accel.data.shards import UnreadableData, check_pairs, check_tokenizer, read_manifest
+from gpt2_accel.data.shards import (
+    UnreadableData,
+    check_pairs,
+    check_tokenizer,
+    read_manifest,
+    read_parts,
+)
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import mean_loss, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase
+from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
 
 Measure = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 """(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum; `counted`,
@@ -140,4 +146,7 @@ def prepare_loss(
         f"{split}: the first {loader.windows * length:,} of {total:,} tokens of {data_dir}, in "
         f"windows of {length:,}"
     )
+    unknown = sum(part.get("unknown") or 0 for _, part, _ in read_parts(data_dir))
+    if unknown:
+        note += f"; {LOSSY.format(unknown)}"
     return partial(validation_loss, loader=loader, prefix=split), note

@@ -31,7 +31,7 @@ from gpt2_accel.hf.safetensors_files import (
 from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
 from gpt2_accel.models import LanguageModel, ModelConfig, config_class
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
-from gpt2_accel.runtime.files import atomic_files, parse_json, sentence, write_json
+from gpt2_accel.runtime.files import atomic_files, check_pointer, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,
@@ -272,6 +272,7 @@ def config_values(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
+    check_pointer(path)
     try:
         return dict(parse_json(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.runtime.files import parse_json
+from gpt2_accel.runtime.files import check_pointer, parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -49,11 +49,13 @@ def weight_files(directory: Path) -> list[Path]:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged ({error!r}): download it again") from error
     for path in files:
+        check_pointer(path)
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing: give the directory of a model with all its safetensors, which "
                 "save_pretrained of transformers writes"
             )
+        check_pointer(path)
     return files
 
 

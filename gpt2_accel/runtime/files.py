@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 LOCK = ".lock"  # the name of a lock file
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 _numbers = itertools.count()
 
@@ -242,6 +243,17 @@ def digest(path: Path) -> str:
     """Returns the SHA-256 of a file, hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_pointer(path: str | Path) -> None:
+    """Raises `ValueError` if a local file is a pointer of git-lfs, as in a clone without it."""
+    if Path(path).is_file():
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"{path} is a pointer of git-lfs instead of the file itself: run `git lfs "
+                    "install` and `git lfs pull` in its folder, or download the file"
+                )
 
 
 def plain_name(name: str) -> bool:

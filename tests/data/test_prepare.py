@@ -12,20 +12,25 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from accelerate import Accelerator
 from conftest import WORDS, long, make_text, refused, run_recipe, write_lines
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import python
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gpt2_accel import GPTConfig
 from gpt2_accel.data import documents
 from gpt2_accel.data.documents import chunks, held_out
-from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
+from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources, prepare_text
 from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
+from gpt2_accel.evals.items import Item
+from gpt2_accel.evals.perplexity import TextPerplexity
+from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.tokenizer import byte_tokenizer, document_marks, encode, train_bpe
 
 RECIPE = "recipes/prepare_data.py"
@@ -225,6 +230,95 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
         assert splits[name]["bytes"] == len("".join(texts).encode())
     last = len(val[-1].encode()) + 1
     assert splits["val"]["tokens"] - last < 50_000 <= splits["val"]["tokens"]
+
+
+# Separators and text that a tokenizer does not have
+
+STORIES = [f"Story {i}.\n\nThe end <|endoftext|> of {i}\n" for i in range(400)]
+SEPARATED = {
+    "after": ("".join(f"{story}<|endoftext|>\n" for story in STORIES), [], 400),
+    "before, CRLF": ("".join(f"<|endoftext|>\r\n{story}" for story in STORIES), [], 400),
+    "no line end": ("<|endoftext|>\n".join(STORIES) + "<|endoftext|>", [], 400),
+    "another": ("---\n".join(STORIES), ["--separator=---"], 400),
+    "none": ("<|endoftext|>\n".join(STORIES), ["--separator", ""], 2),
+}
+
+
+@pytest.mark.parametrize("name", SEPARATED)
+def test_lines_separate_the_documents_of_plain_text(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr(documents, "CHUNK", 999)
+    monkeypatch.setattr("gpt2_accel.data.sources.CHUNK", 999)
+    text, flags, count = SEPARATED[name]
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    args = ("text", tmp_path / "a.txt", "--tokenizer", "bytes", "--data_dir", tmp_path / "d")
+    run_recipe("prepare_data", *args, *flags)
+    train, val = everything_in(tmp_path / "d")
+    assert len(train + val) == count
+    assert "".join(train + val) == ("".join(STORIES) if count == 400 else text)
+    assert 0.01 < len("".join(val)) / len(text) < 0.06
+    kept = 400 if count == 400 else 799
+    assert f"{kept} times <|endoftext|>, kept as ordinary text" in capsys.readouterr().out
+    assert read_manifest(tmp_path / "d")["special"] == {"<|endoftext|>": kept}
+
+
+def test_one_text_is_separated_too_and_the_own_end_of_a_tokenizer_counts(tmp_path):
+    (tmp_path / "a.txt").write_text("</s>\n".join(f"cat sat {i % 7}\n" for i in range(90)))
+    tokenizer = letters(eos_token="</s>")
+    prepare_text(tmp_path / "a.txt", tmp_path / "d", lambda text: tokenizer)
+    counts = [split["documents"] for split in read_manifest(tmp_path / "d")["splits"].values()]
+    assert sum(counts) in (90, 91)  # 90% may end within a document
+
+
+def test_a_restart_continues_within_a_separated_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(STORIES))
+    encode = TextWriter.encode
+
+    def failing(writer, group):
+        if any(piece.at[1] == 300 for piece in group):
+            raise OSError("No space left on device")
+        return encode(writer, group)
+
+    monkeypatch.setattr("gpt2_accel.data.prepare.GROUP", 1)
+    with monkeypatch.context() as patch, refused("No space"):
+        patch.setattr(TextWriter, "encode", failing)
+        made(sources_of(tmp_path / "a.txt"), tmp_path / "d", shard_tokens=1000)
+    manifest = made(sources_of(tmp_path / "a.txt"), tmp_path / "d", shard_tokens=1000)
+    train, val = everything_in(tmp_path / "d")
+    assert train + val == STORIES
+    assert manifest["special"] == {"<|endoftext|>": 400}
+
+
+def letters(**roles):
+    """A tokenizer of letters and spaces, whose BPE drops others or has an `unknown` token."""
+    tokens = ["</s>", "<unk>", "\n", *sorted({*"".join(WORDS), *" 0123456"})]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token=roles.pop("unknown", None)))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["</s>", "<unk>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        letters(unknown="</s>", eos_token="</s>", pad_token="</s>", unk_token="</s>"),
+        letters(unknown="<unk>", eos_token="</s>", unk_token="<unk>"),
+        letters(unknown="<unk>", eos_token="</s>"),
+        letters(eos_token="</s>"),
+    ],
+    ids=["eos is unk", "unk", "unk without a name", "drops"],
+)
+def test_lost_characters_are_counted_and_are_not_borders(tmp_path, tokenizer):
+    texts = ["cat é sat", "the dog", "😀 ran ZZ"]
+    manifest = prepare({"train": texts}, tokenizer, tmp_path / "d", source="a test")
+    stream = TokenStream(tmp_path / "d", "train")
+    assert np.count_nonzero(stream.read(0, stream.tokens) == 0) == len(texts)
+    assert manifest["unknown"] == 4
+    config = GPTConfig(len(tokenizer), n_positions=16, n_layer=1, n_head=1, n_embd=8)
+    notes = TextPerplexity([Item("a", {"text": texts[0]})], tokenizer, config).notes
+    note = prepare_loss(Accelerator(), tokenizer, config, tmp_path / "d", "train", 64)[1]
+    assert "give back 1 characters: bits per byte is not comparable" in notes[1]
+    assert "give back 4 characters" in note
 
 
 # Token ids

@@ -9,6 +9,7 @@ import csv
 import json
 import random
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -223,4 +224,51 @@ def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
 def test_a_limit_keeps_the_first_shuffled_items(bundle):
     tasks = read_tasks(bundle, 5)
     assert [len(task.items) for task in tasks] == [5] * 5
-    assert tasks[3].items == shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
+    first = shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
+    assert tasks[3].items == [item | {"gold": 0} for item in first]
+
+
+CHOICE = {"query": "a", "choices": ["b", "c"], "gold": 0}
+# A file of the bundle, its content in JSON and the words of the message.
+WRONG = [
+    ("alone.jsonl", CHOICE | {"gold": 2}, "line 1 has gold = 2: expected the index of one of the"),
+    ("alone.jsonl", CHOICE | {"gold": -1}, "gold = -1"),
+    ("alone.jsonl", CHOICE | {"gold": True}, "gold = True"),
+    ("alone.jsonl", CHOICE | {"gold": None}, "gold = None"),
+    ("alone.jsonl", CHOICE | {"choices": ["b"]}, "expected two strings or more"),
+    ("alone.jsonl", CHOICE | {"choices": ["b", 1]}, "expected two strings or more"),
+    ("alone.jsonl", CHOICE | {"choices": ["b", " "]}, "has an empty text"),
+    ("alone.jsonl", {"query": "a", "gold": 0}, "has no field 'choices'"),
+    ("pronouns.jsonl", {"context_options": ["a", "b"], "gold": 0}, "has no field 'continuation'"),
+    ("endings.jsonl", {"context": 1, "continuation": "a"}, "context = 1: expected str"),
+    ("endings.jsonl", {"context": "a", "continuation": ""}, "has an empty text"),
+    ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,100\n", "baseline of Choices"),
+    ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,nan\n", "baseline of Choices"),
+    ("eval_meta_data.csv", "Eval Task,Random baseline\n", "wrong core.yaml or eval_meta"),
+    ("core.yaml", {"icl_tasks": [{"label": "Choices"}]}, "wrong core.yaml or eval_meta"),
+    ("core.yaml", "a: [", "wrong core.yaml or eval_meta"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), WRONG)
+def test_a_wrong_item_or_baseline_is_refused(bundle, tmp_path, name, content, words):
+    shutil.copytree(bundle, tmp_path / "b")
+    [path] = (tmp_path / "b").rglob(name)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with refused(words):
+        read_tasks(open_bundle(tmp_path / "b"))
+
+
+def test_a_replaced_or_damaged_zip_file_is_noticed(bundle, tmp_path):
+    path = tmp_path / "b.zip"
+    for label in ("Choices", "Renamed"):
+        with zipfile.ZipFile(path, "w") as archive:
+            for file in bundle.rglob("*.*"):
+                text = file.read_text().replace("Choices", label)
+                archive.writestr(str(file.relative_to(bundle)), text)
+        assert read_tasks(open_bundle(path))[0].name == label
+    content = path.read_bytes()
+    at = content.index(b"sat rat") if b"sat rat" in content else content.index(b"choices")
+    path.write_bytes(content[: at - 2] + b"#" + content[at - 1 :])
+    with refused("b.zip/eval_data/small/.*Bad CRC-32"):
+        read_tasks(open_bundle(path))

@@ -1,5 +1,7 @@
 """`export.py`: the mean of checkpoints, as transformers reads it."""
 
+import math
+
 import pytest
 import torch
 from conftest import randomized, refused, run, run_recipe
@@ -29,6 +31,11 @@ def test_the_average_is_the_mean_in_fp64_in_the_dtype_of_the_files(tmp_path, dty
         assert torch.equal(tensor, mean.to(dtype)), name
     with refused("exists already"):
         run_recipe("export", *flags)
+    next(model.parameters()).data.fill_(math.nan)
+    save_pretrained(model, tmp_path / "run/checkpoint-11", byte_tokenizer())
+    with refused("mean of .*checkpoint-10 to checkpoint-11 holds NaN"):
+        run_recipe("export", *flags[:-1], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_checkpoints_of_a_run_are_averaged_if_there_are_enough(tiny, tmp_path):
