@@ -219,4 +219,4 @@ def judge(differences: np.ndarray) -> str:
     more = enough[0] - count
     if not more:
         return "better" if mean < 0 else "worse"
-    return f"not distinguishable: about {more} more seed{'s' * (more > 1)}"
+    return f"not distinguishable: about {more} more seed{'s'[: more - 1]}"
