@@ -16,6 +16,7 @@ from table import markdown
 
 from gpt2_accel.tools.study import compare
 from gpt2_accel.tools.study.scaling import LEVEL, fit_law
+from gpt2_accel.tools.study.scaling import NAMES as COEFFICIENTS
 
 # Budgets in FLOPs, parameters and tokens of the predicted run, and the file of the original law.
 LAWS = (
@@ -104,18 +105,18 @@ def law_column(
     budget_of_run = np.array(budgets)[away.argmin(1)[near]]
     N, D, losses = runs.loc[near, ["parameters", "tokens", "loss"]].to_numpy(float).T
     fit = fit_law(N, D, losses, budget_of_run)
-    residuals = losses - fit.loss(N, D)
+    residuals = losses - loss_of(fit.values, N, D)
     means = [f"{residuals[budget_of_run == budget].mean():+.3f}" for budget in budgets]
     powers = [f"{budget:.0e}".replace("e+", "e") for budget in budgets]
     cells = {"budgets in FLOPs": f"{powers[0]} to {powers[-1]}, {len(N)} runs"}
-    for name, value in fit.law.items():
+    for name, value in zip(COEFFICIENTS, fit.values, strict=True):
         cells[name] = f"{value:.3g}"
     cells["standard deviation of the residuals"] = f"{fit.spread:.3f}"
     cells["mean residual by budget"] = ", ".join(means)
     cells["test of the form"] = "p < 0.001" if fit.form < 0.001 else f"p = {fit.form:.2g}"
     cells["form"] = "refused" if fit.form < LEVEL else "holds"
     tokens = f"{target[1] / 1e6:.2f}M tokens"
-    cells["loss of 2 layers of 160"] = f"{fit.loss(*target):.3f} after {tokens}"
+    cells["loss of 2 layers of 160"] = f"{loss_of(fit.values, *target):.3f} after {tokens}"
     return cells
 
 

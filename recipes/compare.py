@@ -3,12 +3,14 @@
     python recipes/compare.py recipes/studies/learning_rate.yaml
 
 The file names a recipe, the settings of each variant, a budget of tokens or FLOPs, and the number
-of seeds; docs/studies.md describes it. One run trains at a time on each GPU, or on each CPU core.
-Each run has a folder in `runs/<name of the file>`; `runs.csv` there lists the finished runs. After
-an interruption, the same command continues the study. `--dry_run` prints the runs and their FLOPs.
-The recipe prints a table with a verdict for each variant, and writes it to `study.md`.
+of seeds; docs/studies.md describes it. The runs train one after the other. To train several at a
+time, on several GPUs or machines, start the same command several times: they share the runs. Each
+run has a folder in `runs/<name of the file>`; `runs.csv` there lists the finished runs. After an
+interruption, the same command continues the study. `--dry_run` prints the runs and their FLOPs. The
+recipe prints a table with a verdict for each variant, and writes it to `study.md`.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,8 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
 from gpt2_accel.runtime.files import write_file
-from gpt2_accel.tools.study.compare import compare, preview, read_study
-from gpt2_accel.tools.study.runs import StudyOptions
+from gpt2_accel.tools.study.compare import compare, read_study, seed_trials, tuning_trials
+from gpt2_accel.tools.study.runs import Runs, StudyOptions
 
 
 @dataclass(kw_only=True)
@@ -31,16 +33,18 @@ def main() -> None:
         words.insert(0, "--study")  # the file may be given without its option
     config = parse_config(Compare, words)
     path = Path(config.study)
-    queue = config.queue(f"runs/{path.stem}")
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:
-        print(preview(study, queue))
+        print(*tuning_trials(study), sep="\n")
+        for budget in study.budgets:
+            print(*seed_trials(study, {}, budget, range(1, study.seeds + 1)), sep="\n")
         return
-    text = compare(study, queue)
-    written = queue.folder / "study.md"
+    runs = Runs(Path(config.output_dir or f"runs/{path.stem}"))
+    text = compare(study, runs)
+    written = runs.folder / "study.md"
     write_file(written, text + "\n")
-    print(f"{text}\n\n{written}\n{queue.table}")
-    if queue.failed:
+    print(f"\n{text}\n\n{written}\n{runs.table}")
+    if any(math.isnan(float(row["loss"])) for row in runs.rows.values()):
         sys.exit(1)
 
 

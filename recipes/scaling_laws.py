@@ -3,24 +3,24 @@
     python recipes/scaling_laws.py --data_dir data/mine --budgets 1e12 3e12 1e13 --target_flops 1e14
 
 For each budget in FLOPs, models of several sizes train on as many tokens as the budget allows;
-docs/scaling.md describes the method. One run trains at a time on each GPU, or on each CPU core.
-After an interruption, the same command continues. `--dry_run` prints the runs and their FLOPs. The
-recipe writes into runs/scaling_laws: `runs.csv` lists the finished runs, `law.json` has the law,
-and `scaling.md` and `scaling.png` show it, with `--target_flops` also the command of the best run.
+docs/scaling.md describes the method. The runs train one after the other; several of these commands
+share them. After an interruption, the same command continues. `--dry_run` prints the runs and their
+FLOPs. The recipe writes into runs/scaling_laws: `runs.csv` lists the finished runs, `law.json` has
+the law, `scaling.md` what it says, with `--target_flops` also the command of the best run.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.hf.loss_plot import require_matplotlib, save_png
 from gpt2_accel.runtime.files import write_file, write_json
-from gpt2_accel.tools.study.runs import Queue, StudyOptions
-from gpt2_accel.tools.study.scaling import LEARNING_RATE, MAX_EPOCHS, SIZES, Grid
-from gpt2_accel.tools.study.trials import read_trials
+from gpt2_accel.tools.study import scaling
+from gpt2_accel.tools.study.runs import Runs, StudyOptions, read_trial
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 
@@ -28,15 +28,16 @@ RECIPE = Path(__file__).with_name("quickstart.py")
 @dataclass(kw_only=True)
 class ScalingLaws(StudyOptions):
     data_dir: str = required("folder of token shards that `prepare_data` wrote")
-    budgets: list[float] = required("FLOPs of a run, several numbers")
+    budgets: list[float] = required("FLOPs of a run, two numbers or more")
     architecture: str = setting("gpt2", f"one of {', '.join(ARCHITECTURES)}")
-    sizes: int = setting(SIZES, "model sizes per budget, around 20 tokens per parameter")
+    sizes: int = setting(7, "model sizes per budget, around 20 tokens per parameter")
     n_positions: int = setting(128, "tokens per sequence")
     learning_rate: float = setting(
-        LEARNING_RATE, "peak rate of Muon for a width of 64 and 2,048 tokens per update"
+        0.0165, "peak rate of Muon for a width of 64 and 2,048 tokens per update"
     )
     eval_tokens: int = setting(262_144, "validation tokens of the last evaluation, at most")
-    max_epochs: float = setting(MAX_EPOCHS, "passes over the data in a run, at most")
+    # Data that is repeated more often is worth less (Muennighoff et al., 2023, arXiv:2305.16264).
+    max_epochs: float = setting(4.0, "passes over the data in a run, at most")
     target_flops: float | None = setting(
         None, "FLOPs of a larger run, to predict its best size and loss"
     )
@@ -48,44 +49,56 @@ class ScalingLaws(StudyOptions):
             positive="sizes n_positions eval_tokens",
             above_zero="learning_rate max_epochs target_flops",
         )
+        self.budgets = sorted(set(self.budgets))
         if not all(0 < budget < float("inf") for budget in self.budgets):
             raise ValueError(f"budgets must be above 0, got {self.budgets}")
-        self.budgets = sorted(set(self.budgets))
-
-    def grid(self, queue: Queue) -> Grid:
-        """Returns the grid of runs. Raises `ValueError` if there is no validation data."""
-        if "val" not in read_manifest(self.data_dir)["splits"]:
-            raise ValueError(f"{self.data_dir} has no validation data: prepare it with some")
-        names = ("data_dir", "architecture", "n_positions", "eval_tokens")
-        settings = {name: getattr(self, name) for name in names}
-        [base] = read_trials(RECIPE, [("quickstart", settings)])
-        return Grid(base, queue, self.budgets, self.sizes, self.learning_rate, self.max_epochs)
+        if len(self.budgets) < 2:
+            raise ValueError("budgets needs two different numbers or more to fit a law")
 
 
 def main() -> None:
     config = parse_config(ScalingLaws)
-    queue = config.queue("runs/scaling_laws")
-    grid = config.grid(queue)
+    splits = read_manifest(config.data_dir)["splits"]
+    if "val" not in splits:
+        raise ValueError(f"{config.data_dir} has no validation data: prepare it with some")
+    names = ("data_dir", "architecture", "n_positions", "eval_tokens")
+    settings = {name: getattr(config, name) for name in names}
+    sizes = []
+    for width in scaling.WIDTHS:
+        sizes.append(read_trial(RECIPE, f"width{width}", settings | scaling.size_of(width)))
+    grid = scaling.grid(sizes, config.budgets, config.sizes, config.learning_rate)
+    trials = [trial for trial, _ in grid]
+    for trial in trials:
+        if trial.tokens > config.max_epochs * splits["train"]["tokens"]:
+            raise ValueError(
+                f"{trial}, more than {config.max_epochs:g} times the data: prepare more text, "
+                "change --budgets or --sizes, or raise --max_epochs"
+            )
     if config.dry_run:
-        print(queue.forecast(grid.runs))
+        print(*trials, sep="\n")
         return
-    require_matplotlib()
-    law = grid.train()
-    text = grid.text(law, config.target_flops)
-    print(text)
-    write_file(queue.folder / "scaling.md", text + "\n")
-    save_png(grid.figure(law), queue.folder / "scaling.png")
-    if law is not None:
-        record = {
-            "settings": grid.base.changes,
-            "budgets": grid.budgets,
-            "law": law.law,
-            "spread": law.spread,
-            "form": law.form,
-        }
-        write_json(queue.folder / "law.json", record)
-    print(f"\nThe table of runs, the law and its picture are in {queue.folder}.")
-    if queue.failed:
+    runs = Runs(Path(config.output_dir or "runs/scaling_laws"))
+    losses = runs.train(trials)
+    ended = np.isfinite(losses)
+    points = [(trial.shape.parameter_count, trial.tokens, budget) for trial, budget in grid]
+    N, D, budgets = np.array(points, float)[ended].T
+    law = scaling.fit_law(N, D, losses[ended], budgets)
+    values = dict(zip(scaling.NAMES, law.values.tolist(), strict=True))
+    text = (
+        "loss = E + A / parameters^alpha + B / tokens^beta: "
+        f"{', '.join(f'{name} {value:.4g}' for name, value in values.items())}\n\n"
+        f"Standard deviation of the residuals: {law.spread:.4f} nats. p = {law.form:.2g} that the "
+        f"residuals of all budgets have the same mean: below {scaling.LEVEL} the law does not fit "
+        "its own runs, so do not extrapolate it; add a larger budget and leave out the smallest."
+    )
+    if config.target_flops:
+        text += "\n\n" + scaling.predict(law, sizes, config.target_flops, config.learning_rate)
+    text = "\n\n".join([text] + runs.caveats(trials))
+    write_file(runs.folder / "scaling.md", text + "\n")
+    record = {"budgets": config.budgets, "law": values, "spread": law.spread, "form": law.form}
+    write_json(runs.folder / "law.json", {"settings": settings} | record)
+    print(f"\n{text}\n\nThe table of runs and the law are in {runs.folder}.")
+    if not ended.all():
         sys.exit(1)
 
 

@@ -2,84 +2,63 @@
 baseline with intervals. docs/studies.md describes the YAML file of a study.
 """
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.results import markdown
-from gpt2_accel.hf.loss_plot import short_number
-from gpt2_accel.runtime.options import suggestion
-from gpt2_accel.tools.study.runs import Queue
-from gpt2_accel.tools.study.trials import Trial, read_trials
+from gpt2_accel.tools.study.runs import Runs, Trial, read_trial
 
-METRICS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
-UNITS = ("tokens", "flops")
-OWN = ("output_dir", "resume_from", "seed", "max_steps", "epochs")  # settings that the study sets
+METRICS = ("loss", "bits_per_byte")
+OWN = {"output_dir", "resume_from", "seed", "max_steps", "epochs"}  # settings that the study sets
 WARMUP = "warmup_share"  # share of the updates, in place of warmup_steps
-ENDING = ("max_hours", "patience")  # settings that end a run before its budget
-TUNING_SEED = 0
-MOST_SEEDS = 1000  # a verdict asks for at most this many seeds
-
-Settings = dict[str, Any]
-At = tuple[str, float | None]  # a variant and a budget
-
-
-class Point(NamedTuple):
-    """A run to train. `tuned` are the settings that tuning varies or has chosen."""
-
-    variant: str
-    tuned: Settings
-    seed: int
-    budget: float | None
+MOST_SEEDS = 1000  # a verdict asks for at most this many more seeds
 
 
 @dataclass
 class Study:
     """The content of a study's YAML file. The first variant is the baseline.
 
-    Raises `ValueError` for a value that a study cannot have.
+    `unit` is "tokens" or "flops"; `budgets` are ascending; "" and [0] for the recipe's own
+    `max_steps`. `grid` has each combination of the values to tune. Raises `ValueError` for a value
+    that a study cannot have.
     """
 
     recipe: str
-    variants: dict[str, Settings]
-    settings: Settings = field(default_factory=dict)
-    budget: dict = field(default_factory=dict)
-    seeds: int = 3
-    metric: str = "loss"
-    tune: dict[str, list] = field(default_factory=dict)
+    variants: dict[str, dict]
+    settings: dict
+    budget: dict
+    seeds: int
+    metric: str
+    tune: dict[str, list]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.variants, dict) or not self.variants:
-            raise ValueError("variants is empty: name at least one, such as `baseline: {}`")
         self.variants = {str(name): own or {} for name, own in self.variants.items()}
-        self.baseline = next(iter(self.variants))
-        if self.metric not in METRICS:
-            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
-        if type(self.seeds) is not int or self.seeds < 1:
-            raise ValueError(f"seeds is {self.seeds!r}: give a number of at least 1")
-        parts = {"settings": self.settings, "tune": self.tune, "budget": self.budget}
-        for name, own in (parts | self.variants).items():
-            if not isinstance(own, dict):
-                raise ValueError(f"{name} is {own!r}: give `name: value` lines")
-            for wrong in set(OWN) & set(own):
-                raise ValueError(f"{name} sets {wrong}, which the study sets: leave it out")
-        self.unit, self.budgets = read_budgets(self.budget)
-        for name, values in self.tune.items():
-            if not isinstance(values, list) or len(values) < 2:
-                raise ValueError(
-                    f"tune: {name} is {values!r}: give a list of at least two values; all "
-                    "combinations are trained"
-                )
-            for variant, own in self.variants.items():
-                if name in own:
-                    raise ValueError(f"{variant} sets {name}, which tune also sets: leave one out")
+        for kind, parts in ((dict, self.variants), (list, self.tune)):
+            for name, own in parts.items():
+                if not isinstance(own, kind) or own == []:
+                    raise ValueError(
+                        f"{name} is {own!r}: a variant has `name: value` lines, tune has lists"
+                    )
+        if not self.variants or self.seeds < 1 or self.metric not in METRICS:
+            raise ValueError(
+                "give a variant, such as `baseline: {}`, at least one seed, and a metric of "
+                f"{', '.join(METRICS)}"
+            )
+        (self.unit, amounts), *more = self.budget.items() or [("", 0)]
+        self.budgets = np.unique(np.array(amounts, float)).tolist()  # YAML reads 1e6 as text
+        wrong = more or self.unit not in ("tokens", "flops") or min(self.budgets, default=0) <= 0
+        if self.budget and wrong:
+            raise ValueError(f"budget is {self.budget}: give tokens or flops, numbers above 0")
+        combinations = product(*self.tune.values())
+        self.grid = [dict(zip(self.tune, values, strict=True)) for values in combinations]
+
+
+EMPTY = Study("", {"baseline": {}}, {}, {}, 3, "loss", {})
 
 
 def read_study(path: Path, recipes: Path) -> Study:
@@ -87,223 +66,117 @@ def read_study(path: Path, recipes: Path) -> Study:
 
     Raises `FileNotFoundError` if the file or the recipe is missing, `ValueError` for wrong values.
     """
-    values = load_yaml(str(path), "STUDY.yaml")
-    names = [part.name for part in fields(Study)]
-    try:
-        for name in values:
-            if name not in names:
-                raise ValueError(f"unknown part {name!r}{suggestion(str(name), names, '')}")
-        study = Study(**{"recipe": None, "variants": {}} | values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    name = str(study.recipe)
-    study.recipe = name if name.endswith(".py") else str(recipes / f"{name}.py")
+    parts = asdict(EMPTY)
+    for name, value in load_yaml(str(path), "STUDY.yaml").items():
+        if name not in parts or type(value) is not type(parts[name]):
+            raise ValueError(f"{path} has {name}: {value!r}, but a study has parts as in {parts}")
+        parts[name] = value
+    study = Study(**parts)
+    if not study.recipe.endswith(".py"):
+        study.recipe = str(recipes / f"{study.recipe}.py")
     if not Path(study.recipe).is_file():
         raise FileNotFoundError(f"{path}: the recipe {study.recipe} does not exist")
     return study
 
 
-def read_budgets(budget: Mapping[str, Any]) -> tuple[str, list[float | None]]:
-    """Returns the unit of the budgets, and the budgets in ascending order; "" and [None] for the
-    recipe's own `max_steps`. Raises `ValueError` for another unit or number."""
-    if not budget:
-        return "", [None]
-    unit, amounts = next(iter(budget.items()))
-    if len(budget) > 1 or unit not in UNITS:
-        raise ValueError(f"budget has {', '.join(map(str, budget))}: give {' or '.join(UNITS)}")
-    budgets = np.unique(np.array(amounts, float))  # YAML reads 1e6 as text
-    if not budgets.size or not np.isfinite(np.log(budgets)).all():
-        raise ValueError(f"budget is {amounts!r}: give numbers above 0")
-    return unit, budgets.tolist()
-
-
 # The runs
 
 
-def plan(study: Study, points: Sequence[Point]) -> list[Trial]:
-    """Returns a trial for each point, with as many updates as its budget allows, at least one.
+def plan(study: Study, variant: str, tuned: dict, seed: int, budget: float) -> Trial:
+    """Returns a run of a variant, with as many updates as its budget allows, at least one. `tuned`
+    are the settings that tuning varies or has chosen.
 
     Raises `ValueError` with the run's name for settings that the recipe refuses, and for settings
     that make runs incomparable.
     """
-    recipe = Path(study.recipe)
-    changes = []
-    warmups = []
-    for point in points:
-        settings = (
-            study.settings | study.variants[point.variant] | point.tuned | {"seed": point.seed}
+    label = f"{variant}-seed{seed}"
+    own = study.variants[variant]
+    settings = study.settings | own | tuned
+    wrong = own.keys() & tuned | settings.keys() & OWN
+    if wrong:
+        raise ValueError(f"{label}: the study itself sets {', '.join(wrong)}: leave it out")
+    settings["seed"] = seed
+    share = settings.pop(WARMUP, None)
+    trial = read_trial(Path(study.recipe), label, settings)
+    config = trial.config
+    if not config.eval_every or config.max_hours or config.patience:
+        raise ValueError(
+            f"{label}: set eval_every above 0, and neither max_hours nor patience, so that a run "
+            "has a val/loss after its whole budget"
         )
-        warmups.append(settings.pop(WARMUP, None))
-        changes.append((f"{point.variant}-seed{point.seed}", settings))
-    trials = read_trials(recipe, changes)
-    resized = []
-    for point, warmup, trial in zip(points, warmups, trials, strict=True):
-        settings = dict(trial.changes)
-        updates = trial.config.max_steps
-        if point.budget:
-            cost = trial.config.total_batch_size
-            if study.unit == "flops":
-                cost *= trial.flops_per_token
-            updates = max(1, round(point.budget / cost))
-        settings["max_steps"] = updates
-        if warmup is not None:
-            if "warmup_steps" in settings or not 0 <= float(warmup) <= 1:
-                raise ValueError(
-                    f"{trial.label}: {WARMUP} is {warmup!r}: give a number from 0 to 1, and no "
-                    "warmup_steps"
-                )
-            settings["warmup_steps"] = round(warmup * updates)
-        if not trial.config.eval_every:
+    updates = config.max_steps
+    if budget:
+        each = trial.flops_per_token if study.unit == "flops" else 1
+        updates = max(1, round(budget / each / config.total_batch_size))
+    if share is not None:
+        if "warmup_steps" in settings or not 0 <= float(share) <= 1:
             raise ValueError(
-                f"{trial.label}: eval_every is 0, so a run has no val/loss: set it above 0"
+                f"{label}: {WARMUP} is {share!r}: give a number from 0 to 1, and no warmup_steps"
             )
-        for name in ENDING:
-            if trial.resolved.get(name):
-                raise ValueError(f"{trial.label}: {name} ends a run before its budget: set it to 0")
-        resized.append((trial.label, settings))
+        settings["warmup_steps"] = round(float(share) * updates)
     # Again, since a recipe may choose settings by the length of a run.
-    return read_trials(recipe, resized)
+    return read_trial(trial.recipe, label, settings | {"max_steps": updates})
 
 
-def tuning_points(study: Study) -> list[Point]:
-    """Returns a point for each variant and each combination of the values to tune, with the largest
-    budget."""
-    if not study.tune:
-        return []
-    points = []
-    for name in study.variants:
-        for values in itertools.product(*study.tune.values()):
-            tuned = dict(zip(study.tune, values, strict=True))
-            points.append(Point(name, tuned, TUNING_SEED, study.budgets[-1]))
-    return points
+def seed_trials(
+    study: Study, tuned: dict[str, dict], budget: float, seeds: range | list[int]
+) -> list[Trial]:
+    """Returns the runs of a budget, seed by seed. `tuned` has the tuned settings of variants."""
+    points = product(seeds, study.variants)
+    return [plan(study, name, tuned.get(name, {}), seed, budget) for seed, name in points]
 
 
-def seed_points(study: Study, tuned: Mapping[str, Settings]) -> list[Point]:
-    """Returns the points of the comparison, seed by seed. `tuned` has each variant's tuned
-    settings."""
-    points = []
-    seeds = range(1, study.seeds + 1)
-    for seed, budget, name in itertools.product(seeds, study.budgets, study.variants):
-        points.append(Point(name, tuned.get(name, {}), seed, budget))
-    return points
+def tuning_trials(study: Study) -> list[Trial]:
+    """Returns the runs that tune, with the largest budget: those of each combination in turn."""
+    trials = []
+    for settings in study.grid if study.tune else ():
+        tuned = dict.fromkeys(study.variants, settings)
+        trials += seed_trials(study, tuned, study.budgets[-1], [0])
+    return trials
 
 
-def compare(study: Study, queue: Queue) -> str:
-    """Trains the runs of a study and returns the outcome as Markdown. Raises `ValueError` for
-    settings that the recipe refuses, and `OSError` if the folder cannot be written."""
-    tuned, remarks = tune_variants(study, queue)
-    points = seed_points(study, tuned)
-    trials = plan(study, points)
-    queue.run(trials)
-    values: dict[At, list[float]] = {}
-    tokens = {}
-    for point, trial in zip(points, trials, strict=True):
-        at = (point.variant, point.budget)
-        values.setdefault(at, []).append(queue.metric(trial, study.metric, math.nan))
-        tokens[at] = trial.tokens
-    return Comparison(study, values, tokens).text(remarks + queue.caveats(trials))
-
-
-def tune_variants(study: Study, queue: Queue) -> tuple[dict[str, Settings], list[str]]:
-    """Trains the tuning points. Returns each variant's settings with the lowest metric, and remarks
-    on them; both empty without tuning."""
-    points = tuning_points(study)
-    trials = plan(study, points)
-    queue.run(trials)
-    tried: dict[str, list[Settings]] = {}
-    losses: dict[str, list[float]] = {}
-    for point, trial in zip(points, trials, strict=True):
-        # With the recipe's types: YAML reads 1e-3 as text.
-        tuned = {axis: trial.resolved.get(axis, value) for axis, value in point.tuned.items()}
-        tried.setdefault(point.variant, []).append(tuned)
-        losses.setdefault(point.variant, []).append(queue.metric(trial, study.metric))
-    best = {}
-    remarks = []
-    for name, settings in tried.items():
-        best[name] = settings[int(np.argmin(losses[name]))]
-        remarks += tuning_remarks(name, best[name], settings)
-    return best, remarks
-
-
-def tuning_remarks(name: str, best: Settings, tried: Sequence[Settings]) -> list[str]:
-    """Returns the tuned settings of a variant, and a remark on each number, other than 0, at an end
-    of its axis."""
-    values = ", ".join(f"{axis} {value}" for axis, value in best.items())
-    lines = [f"{name}: {len(tried)} trials chose {values}"]
-    for axis, value in best.items():
-        along = [point[axis] for point in tried]
-        if type(value) in (int, float) and value and value in (min(along), max(along)):
-            lines.append(f"{name}: the best {axis} is at the end of its axis: extend it")
-    return lines
-
-
-def preview(study: Study, queue: Queue) -> str:
-    """Returns the runs of a study as a table, and the FLOPs of those that are not recorded."""
-    return queue.forecast(plan(study, tuning_points(study) + seed_points(study, {})))
+def compare(study: Study, runs: Runs) -> str:
+    """Trains the runs of a study and returns the outcome as Markdown: a table for each budget, and
+    remarks. Raises `ValueError` for settings that the recipe refuses, and `OSError` if the folder
+    cannot be written."""
+    parts = []
+    tuned: dict[str, dict] = {}
+    losses = runs.train(tuning_trials(study), study.metric)
+    if study.tune:
+        by_variant = np.nan_to_num(losses, nan=np.inf).reshape(-1, len(study.variants)).T
+        for name, own in zip(study.variants, by_variant, strict=True):
+            tuned[name] = study.grid[own.argmin()]
+            parts.append(f"{name}: {len(study.grid)} trials chose {tuned[name]}")
+    heads = ("variant", "verdict", "difference from the baseline", study.metric, "runs")
+    for budget in study.budgets:
+        trials = seed_trials(study, tuned, budget, range(1, study.seeds + 1))
+        values = runs.train(trials, study.metric).reshape(study.seeds, -1)
+        variants = zip(study.variants, values.T, strict=True)
+        rows = {name: outcome(own, values[:, 0]) for name, own in variants}
+        rows[next(iter(rows))][:2] = ["baseline", ""]
+        title = f"{study.unit}: {budget:,.0f}" if budget else "Verdict"
+        parts += [title, markdown(heads, rows)] + runs.caveats(trials)
+    return "\n\n".join(parts)
 
 
 # The outcome
 
 
-@dataclass
-class Comparison:
-    """The outcome of a study, by variant and budget.
+def outcome(own: np.ndarray, base: np.ndarray) -> list[str]:
+    """Returns the verdict on a variant, its difference from the baseline, and its metric.
 
-    `values` has the metric of each seed: NaN for a run that failed, infinite for a run that
-    diverged. `tokens` has the tokens of a run.
+    `own` and `base` have the metric of each seed, (seeds,): NaN for a run that failed, infinite for
+    a run that diverged. `judge` gives the verdict on the pairs in which both runs ended without
+    diverging. If the numbers of runs that diverged differ, the verdict begins with them.
     """
-
-    study: Study
-    values: Mapping[At, Sequence[float]]
-    tokens: Mapping[At, int]
-
-    def verdict(self, variant: str, budget: float | None) -> tuple[str, str]:
-        """Returns the verdict on a variant, and the difference from the baseline with its interval;
-        "baseline" and "" for the baseline.
-
-        `judge` gives the verdict on the pairs in which both runs ended without diverging. If the
-        numbers of runs that diverged differ, the verdict begins with them.
-        """
-        if variant == self.study.baseline:
-            return "baseline", ""
-        values = self.values[variant, budget]
-        base = self.values[self.study.baseline, budget]
-        # Not finite if a run of a pair diverged or is missing.
-        differences = [a - b for a, b in zip(values, base, strict=True) if math.isfinite(a - b)]
-        verdict = judge(differences)
-        if values.count(math.inf) != base.count(math.inf):
-            verdict = f"{diverged(values)} diverged, {diverged(base)} of the baseline; {verdict}"
-        return verdict, plus_minus(differences, "+.4f")
-
-    def row(self, variant: str, budget: float | None) -> list[str]:
-        """Returns the cells of a table: verdict, difference from the baseline, metric, tokens."""
-        values = self.values[variant, budget]
-        metric = [plus_minus(list(filter(math.isfinite, values))) or "none"]
-        for state, test in (("diverged", math.isinf), ("missing", math.isnan)):
-            count = sum(map(test, values))
-            if count:
-                metric.append(f"{count} {state}")
-        verdict, difference = self.verdict(variant, budget)
-        return [verdict, difference, ", ".join(metric), short_number(self.tokens[variant, budget])]
-
-    def text(self, remarks: Sequence[str]) -> str:
-        """Returns the outcome as Markdown: a table for each budget, and remarks."""
-        study = self.study
-        parts = []
-        for budget in study.budgets:
-            parts.append(f"{study.unit}: {short_number(budget)}" if budget else "Verdict")
-            rows = {name: self.row(name, budget) for name in study.variants}
-            unit = METRICS[study.metric]
-            heads = ("variant", "verdict", "difference from the baseline", unit, "tokens")
-            parts.append(markdown(heads, rows))
-        if remarks:
-            parts += ["Remarks", "\n".join(f"- {line}" for line in remarks)]
-        return "\n\n".join(parts)
-
-
-def diverged(values: Sequence[float]) -> str:
-    """Returns how many of the runs that did not fail diverged: 1 of 3."""
-    return f"{values.count(math.inf)} of {sum(not math.isnan(value) for value in values)}"
+    both = np.isfinite(own) & np.isfinite(base)
+    pairs = own[both] - base[both]
+    verdict = judge(pairs)
+    diverged, of_base = np.isinf([own, base]).sum(1)
+    if diverged != of_base:
+        verdict = f"{diverged} diverged, {of_base} of the baseline; {verdict}"
+    ended = own[np.isfinite(own)]
+    return [verdict, plus_minus(pairs, "+.4f"), plus_minus(ended), str(len(ended))]
 
 
 def half_width(spread: float, count: Any) -> Any:
@@ -314,27 +187,19 @@ def half_width(spread: float, count: Any) -> Any:
     return t.ppf(0.975, count - 1) * spread / np.sqrt(count)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of one or more values, and half the width of its 95% interval, infinite for
-    one value."""
-    if len(values) < 2:
-        return values[0], math.inf
-    return fmean(values), float(half_width(stdev(values), len(values)))
-
-
-def plus_minus(values: Sequence[float], form: str = ".4f") -> str:
+def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
     """Formats the mean of values and its interval, such as 3.9260 ± 0.0051: no interval for
-    one value, empty for none."""
-    if not values:
-        return ""
-    mean, half = interval(values)
-    text = format(mean, form)
-    if not math.isinf(half):
+    one value, "none" for none."""
+    if not len(values):
+        return "none"
+    text = format(np.mean(values), form)
+    if len(values) > 1:
+        half = half_width(np.std(values, ddof=1), len(values))
         text += f" ± {half:{form.lstrip('+')}}"
     return text
 
 
-def judge(differences: Sequence[float]) -> str:
+def judge(differences: np.ndarray) -> str:
     """Returns the verdict on the differences within pairs of runs of one seed; lower is better.
 
     It is "better" or "worse" if the 95% interval excludes zero, "equal" if all pairs are equal, or
@@ -342,19 +207,16 @@ def judge(differences: Sequence[float]) -> str:
     zero at this mean and spread.
     """
     count = len(differences)
-    if not count:
-        return "no pair of runs"
-    if count == 1:
-        return "not distinguishable: one seed has no spread, take at least two"
-    if not any(differences):
+    if count < 2:
+        return "not distinguishable: a verdict needs two pairs of runs or more"
+    if not np.any(differences):
         return "equal"
-    mean, half = interval(differences)
-    if abs(mean) > half:
+    mean = np.mean(differences)
+    counts = np.arange(count, count + MOST_SEEDS + 1)
+    enough = counts[abs(mean) > half_width(np.std(differences, ddof=1), counts)]
+    if not enough.size:
+        return f"not distinguishable: even {MOST_SEEDS:,} more seeds may not tell them apart"
+    more = enough[0] - count
+    if not more:
         return "better" if mean < 0 else "worse"
-    counts = np.arange(count + 1, MOST_SEEDS + 1)
-    enough = abs(mean) > half_width(stdev(differences), counts)
-    if not enough.any():
-        return f"not distinguishable: even {MOST_SEEDS:,} seeds may not tell them apart"
-    more = int(counts[enough.argmax()]) - count
-    seeds = "seed" if more == 1 else "seeds"
-    return f"not distinguishable: about {more} more {seeds}"
+    return f"not distinguishable: about {more} more seed{'s'[: more - 1]}"

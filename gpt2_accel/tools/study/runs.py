@@ -1,4 +1,4 @@
-"""Trains the runs of a study, several at a time, and records them in its table `runs.csv`.
+"""Trains the runs of a study, one after the other, and records them in its table `runs.csv`.
 
 Each run is a subprocess, `python RECIPE --SETTING VALUE …`, with a folder in `runs/` and a lock.
 Several drivers, also on several machines, may share the folder of a study: a driver trains the runs
@@ -6,42 +6,263 @@ whose lock it gets.
 """
 
 import csv
+import hashlib
 import io
 import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 from filelock import FileLock, Timeout
 
-from gpt2_accel.checkpoint.find import read_status
-from gpt2_accel.config import INERT, check_ranges, setting
-from gpt2_accel.evals.results import markdown
-from gpt2_accel.hf.loss_plot import short_number
-from gpt2_accel.runtime.cores import usable_cpus
-from gpt2_accel.runtime.device import accelerator_count
-from gpt2_accel.runtime.files import LOCK, read_json_lines, remove, write_file
-from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.runtime.progress import Progress
-from gpt2_accel.runtime.signals import DRIVER, StopRequest
-from gpt2_accel.tools.study.trials import Trial, arguments, code_of
+import gpt2_accel.train
+from gpt2_accel.checkpoint.find import model_directory, read_status
+from gpt2_accel.config import INERT, TrainConfig, setting
+from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.estimate.flops import flops_per_token
+from gpt2_accel.estimate.memory import model_shape
+from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.models import ModelConfig
+from gpt2_accel.runtime.files import LOCK, digest, read_json_lines, remove, write_file
+from gpt2_accel.runtime.signals import DRIVER
 
-PAUSE = 0.5  # seconds between checks of a run or its lock
-STOP_SECONDS = 30.0  # delay of SIGKILL after SIGTERM: a run may save a checkpoint
-Row = Mapping[str, Any]  # a row of the table: column -> value
+# Launch options that affect results, as variables that `accelerate launch` sets; runs inherit them.
+LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
+PAUSE = 0.5  # seconds until a driver tries again to get the locks that others hold
 
 
-def result_row(trial: Trial, folder: Path) -> Row | None:
+@dataclass
+class StudyOptions:
+    """Options of every recipe that runs a study. Raises `ValueError` for a launch of several
+    processes, or if scipy is missing."""
+
+    output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
+    dry_run: bool = setting(False, "print the runs and their FLOPs, then exit")
+
+    def __post_init__(self) -> None:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError("start a study with one process: docs/studies.md uses several GPUs")
+        if find_spec("scipy") is None:
+            raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")
+
+
+# A run
+
+
+@dataclass
+class Trial:
+    """A run of a study.
+
+    `label` names its folder; `changes` are the settings of its command line; `config` has all
+    settings that the recipe passes to `train`; `shape` is that of the model.
+    """
+
+    recipe: Path
+    label: str
+    changes: dict[str, Any]
+    config: TrainConfig
+    shape: ModelConfig
+
+    def __str__(self) -> str:
+        return (
+            f"{self.label}: {self.tokens:,} tokens, {self.tokens * self.flops_per_token:.3g} FLOPs"
+        )
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of forward and backward per token."""
+        return flops_per_token(self.shape, self.config.tokens_per_sequence)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run."""
+        return self.config.max_steps * self.config.total_batch_size
+
+    @cached_property
+    def id(self) -> str:
+        """12 hexadecimal digits of a SHA-256 of the recipe's name, the settings that affect results
+        and differ from the defaults, the data, the weights of `init_from`, and `LAUNCH`."""
+        default = TrainConfig().settings().items()
+        own: dict[str, Any] = {"recipe": self.recipe.name}
+        for name, value in self.config.settings().items():
+            if (name, value) not in default and name not in INERT and name != "init_from":
+                own[name] = value
+        if self.config.init_from:
+            folder = local_directory(model_directory(self.config.init_from))
+            own["files"] = sorted(
+                (path.name, digest(path))
+                for path in folder.iterdir()
+                if re.fullmatch(r"config\.json|.*\.(safetensors|bin)", path.name)
+            )
+        launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
+        content = [own, data_fingerprint(self.config.data_dir), launch]
+        return short_hash(json.dumps(content, sort_keys=True))
+
+
+def short_hash(text: str) -> str:
+    """Returns the first 12 hexadecimal digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def code_of(recipe: Path) -> str:
+    """Returns the `short_hash` of a recipe's file and this package's modules."""
+    package = Path(gpt2_accel.__file__).parent.rglob("*.py")
+    return short_hash(digest(recipe) + "".join(map(digest, sorted(package))))
+
+
+def arguments(changes: dict[str, Any], output_dir: str) -> list[str]:
+    """Returns the words of a recipe's command line."""
+    words = ["--output_dir", output_dir, "--resume_from", "latest"]
+    for name, value in changes.items():
+        words.append(f"--{name}")
+        words += map(str, value if isinstance(value, list) else [value])
+    return words
+
+
+def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
+    """Returns the run of a recipe with changed settings.
+
+    The recipe runs up to its call of `train`, so it may prepare its data. Raises `ValueError` with
+    the label for settings that the recipe refuses.
+    """
+    words = [str(recipe)] + arguments(changes, "runs/.settings")  # a folder that is never created
+    outcome: Any = None
+    with (
+        patch.object(gpt2_accel.train, "train", capture),
+        patch.object(sys, "argv", words),
+        patch.object(sys, "path", [str(recipe.parent)] + sys.path),
+        redirect_stdout(io.StringIO()),
+    ):
+        try:
+            runpy.run_path(str(recipe), run_name="__main__")
+        except SystemExit as end:
+            outcome = end.code
+    if not isinstance(outcome, tuple):
+        reason = outcome or "the recipe does not call train: run it alone to see why"
+        raise ValueError(f"{label}: {reason}")
+    typed = {name: getattr(outcome[0], name, value) for name, value in changes.items()}
+    return Trial(recipe, label, typed, *outcome)
+
+
+def capture(config: TrainConfig, **_: Any) -> None:
+    """Replaces `train`: ends the recipe with its settings and the shape of its model.
+
+    Raises `ValueError` if the shape is impossible.
+    """
+    vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
+    sys.exit((config, model_shape(config, vocab_size)))  # type: ignore[arg-type]
+
+
+# The runs of a study
+
+
+class Runs:
+    """The runs of a study in `folder`, and its table `runs.csv`. A run in this table is done, and
+    its weights and checkpoints are removed.
+
+    `rows` has the runs by id: the rows of the table, and a loss of NaN for those that failed here.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.table = folder / "runs.csv"
+        self.rows = read_table(self.table)
+
+    def train(self, trials: list[Trial], metric: str = "loss") -> np.ndarray:
+        """Trains the trials that are not recorded, or waits until other drivers have trained them.
+        Returns the `loss` or `bits_per_byte` of each: infinite if it diverged, NaN if it failed or
+        does not have this metric.
+
+        Reports a run that fails and continues with the others. Raises `OSError` if the folder
+        cannot be written.
+        """
+        while True:
+            left = [trial for trial in trials if trial.id not in self.rows]
+            if not left:
+                break
+            for trial in left:
+                with suppress(Timeout), FileLock(self.folder / f"runs/.{trial.id}.lock", 0):
+                    self.rows |= read_table(self.table)
+                    if trial.id not in self.rows:
+                        self._finish(trial)
+            time.sleep(PAUSE)
+        values = []
+        for trial in trials:
+            row = self.rows[trial.id]
+            loss = float(row["loss"])
+            values.append(float(row[metric] or "nan") if math.isfinite(loss) else loss)
+        return np.array(values)
+
+    def _finish(self, trial: Trial) -> None:
+        """Trains a locked trial, unless its folder already has the result, and records it. A run
+        that other code has begun starts from scratch in another folder."""
+        code = code_of(trial.recipe)
+        name = re.sub(r"[^\w.+=-]+", "_", trial.label)
+        folder = self.folder / f"runs/{name}-{trial.id}-{code}"
+        if result_row(trial, folder) is None:
+            train_run(trial, folder)
+        row = result_row(trial, folder)
+        if row is None:
+            self.rows[trial.id] = {"loss": math.nan, "code": code}
+            return
+        row["code"] = code
+        with FileLock(self.folder / "runs/.table.lock"):
+            rows = read_table(self.table) | {trial.id: row}
+            text = io.StringIO()
+            writer = csv.DictWriter(text, row, lineterminator="\n")
+            writer.writeheader()
+            # The same runs give the same file.
+            writer.writerows(sorted(rows.values(), key=itemgetter("settings", "id")))
+            write_file(self.table, text.getvalue())
+        self.rows |= rows
+        for path in folder.iterdir():
+            if re.fullmatch(r"latest|best|checkpoint-.*|.*\.safetensors", path.name):
+                remove(path)
+
+    def caveats(self, trials: list[Trial]) -> list[str]:
+        """Returns a remark if other code recorded some of the trials."""
+        codes = {self.rows[trial.id].get("code") for trial in trials}
+        if codes == {code_of(trials[0].recipe)}:
+            return []
+        return ["some runs were recorded by another version of the recipe or of gpt2_accel"]
+
+
+def train_run(trial: Trial, folder: Path) -> None:
+    """Starts or resumes a trial in `folder`, waits for its end and reports its exit code.
+
+    When this process ends, the run saves a checkpoint and stops. Raises `Timeout` if the process of
+    a dead driver still trains it.
+    """
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / LOCK, 0):
+        print(f"\n{trial}", file=sys.stderr)
+    command = [sys.executable, str(trial.recipe)]
+    process = subprocess.Popen(
+        command + arguments(trial.changes, str(folder)),
+        env=os.environ | {DRIVER: str(os.getpid())},
+        start_new_session=True,  # Ctrl-C reaches only this process, which stops its run
+    )
+    try:
+        print(f"exit code {process.wait()}: {folder}", file=sys.stderr)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def result_row(trial: Trial, folder: Path) -> dict | None:
     """Returns the row of the run in `folder`; None if it neither finished nor diverged.
 
     `loss` is the val/loss after the last update in nats per token, infinite if the run diverged. A
@@ -50,257 +271,32 @@ def result_row(trial: Trial, folder: Path) -> Row | None:
     status = read_status(folder)
     lines = read_json_lines(folder / "metrics.jsonl")
     line = lines[-1] if lines else {}
-    if status.get("state") == "failed" and status["reason"].startswith(Diverged.__name__):
+    if str(status.get("reason")).startswith("Diverged"):
         line |= {"val/loss": math.inf, "val/bits_per_byte": None}
     elif status.get("state") != "finished" or "val/loss" not in line:
         return None
-    settings = {n: v for n, v in trial.changes.items() if n not in INERT or n == "data_dir"}
     tokens = line.get("tokens", 0)
     return {
         "id": trial.id,
-        "settings": json.dumps(settings, sort_keys=True),
+        "settings": json.dumps(trial.changes, sort_keys=True),
         "parameters": trial.shape.parameter_count,
         "updates": status["step"],
         "tokens": tokens,
         "flops": float(tokens * trial.flops_per_token),
         "loss": line["val/loss"],
         "bits_per_byte": line.get("val/bits_per_byte"),
-        "code": trial.code,
     }
 
 
-def read_table(path: Path) -> dict[str, Row]:
+def read_table(path: Path) -> dict[str, dict]:
     """Returns the rows of a CSV file by id; empty if the file does not exist.
 
     Raises `ValueError` for a damaged row.
     """
     text = path.read_text("utf-8") if path.exists() else ""
-    rows: dict[str, Row] = {}
+    rows = {}
     for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
         if not row.get("loss") or None in row.values():
             raise ValueError(f"{path}: row {number} is damaged: remove it")
         rows[row["id"]] = row
     return rows
-
-
-def write_table(path: Path, rows: Iterable[Row], columns: Iterable[str]) -> None:
-    """Writes the CSV file atomically, sorted by settings: the same runs give the same file."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted(rows, key=lambda row: (row["settings"], row["id"])))
-    write_file(path, text.getvalue())
-
-
-# The queue
-
-
-@dataclass
-class StudyOptions:
-    """Options of every recipe that runs a study. Raises `ValueError` for a value out of range, a
-    launch of several processes, or if scipy is missing."""
-
-    output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
-    processes: int | None = setting(None, "runs at a time; default one per GPU, or per CPU core")
-    dry_run: bool = setting(False, "print the runs and their FLOPs, then exit")
-
-    def __post_init__(self) -> None:
-        check_ranges(self, positive="processes")
-        count = int(os.environ.get("WORLD_SIZE", 1))
-        if count > 1:
-            raise ValueError(
-                f"the launch has {count} processes: start a study with one; it trains a run on "
-                "each GPU"
-            )
-        if find_spec("scipy") is None:
-            raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")
-
-    def queue(self, folder: str) -> "Queue":
-        """Returns the queue of a study in `output_dir`, by default `folder`."""
-        return Queue(Path(self.output_dir or folder), slots()[: self.processes])
-
-
-def slots() -> list[str]:
-    """Returns the places for runs, one run at a time in each: the number or UUID of each visible
-    GPU, or "" for each CPU core if there is no GPU or the launch is for the CPU."""
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    count = 0 if on_cpu else accelerator_count()
-    if not count:
-        return [""] * usable_cpus()
-    visible = re.findall(r"[^\s,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return visible or list(map(str, range(count)))
-
-
-@dataclass
-class Queue:
-    """Trains runs in `folder`, one at a time in each of `slots`, and records them in its
-    `runs.csv`. A run in this table is done, and its weights and checkpoints are removed.
-
-    `rows` has the recorded runs by id, `failed` the ids of the runs that failed.
-    """
-
-    folder: Path
-    slots: Sequence[str]
-
-    def __post_init__(self) -> None:
-        self.table = self.folder / "runs.csv"
-        self.rows = read_table(self.table)
-        self.failed: set[str] = set()
-
-    def left(self, trials: Iterable[Trial]) -> list[Trial]:
-        """Returns the trials that are neither recorded nor failed."""
-        return [t for t in trials if t.id not in self.rows and t.id not in self.failed]
-
-    def metric(self, trial: Trial, name: str = "loss", missing: float = math.inf) -> float:
-        """Returns the `loss` or `bits_per_byte` of a trial: infinite if it diverged, `missing` if
-        it is not recorded. Raises `ValueError` if it has no `bits_per_byte`."""
-        row = self.rows.get(trial.id)
-        if row is None:
-            return missing
-        loss = float(row["loss"])
-        value = loss if math.isinf(loss) else row[name]
-        if value in ("", None):
-            raise ValueError(f"run {trial.id} has no {name}: compare by loss")
-        return float(value)
-
-    def caveats(self, trials: Sequence[Trial]) -> list[str]:
-        """Returns a remark if other code recorded some of the trials."""
-        codes = [self.rows[t.id].get("code") for t in trials if t.id in self.rows]
-        other = len(codes) - codes.count(trials[0].code)
-        if not other:
-            return []
-        return [
-            f"{other} of {len(codes)} runs were recorded by another version of the recipe or of "
-            "gpt2_accel"
-        ]
-
-    def run(self, trials: Iterable[Trial]) -> None:
-        """Trains the trials that are left, or waits until other drivers have trained them.
-
-        Reports a run that fails and continues with the others. After a signal the runs save a
-        checkpoint and stop, and it raises `KeyboardInterrupt`. Raises `OSError` if the folder
-        cannot be written, `ValueError` if the code has changed.
-        """
-        trials = self.left(trials)
-        if not trials:
-            return
-        (self.folder / "runs").mkdir(parents=True, exist_ok=True)
-        with (
-            StopRequest() as stop,
-            Progress("runs", len(trials), unit="run") as bar,
-            ThreadPoolExecutor(len(self.slots)) as pool,
-        ):
-            workers = [pool.submit(self._work, trials, slot, stop) for slot in self.slots]
-            while wait(workers, PAUSE).not_done:
-                bar.update(len(trials) - len(self.left(trials)) - bar.n)
-        if stop.reason is not None:
-            print(f"stopped ({stop.reason}): the same command continues", flush=True)
-            raise KeyboardInterrupt
-        for worker in workers:
-            worker.result()  # raises what the worker has raised
-
-    def _work(self, trials: Sequence[Trial], slot: str, stop: StopRequest) -> None:
-        """Trains trials in a slot until none is left. Skips trials that another worker has
-        locked."""
-        while self.left(trials) and stop.reason is None:
-            for trial in self.left(trials):
-                with suppress(Timeout), self._lock(trial.id, 0):
-                    self.rows |= read_table(self.table)
-                    if self.left([trial]) and stop.reason is None:
-                        self._finish(trial, slot, stop)
-            time.sleep(PAUSE)
-
-    def _lock(self, name: str, timeout: float = -1) -> FileLock:
-        """Returns a lock that all workers of the study share."""
-        return FileLock(self.folder / f"runs/.{name}.lock", timeout)
-
-    def _finish(self, trial: Trial, slot: str, stop: StopRequest) -> None:
-        """Trains a locked trial, unless its folder already has the result, and records it. A run
-        that other code has begun starts from scratch in another folder.
-
-        Raises `Timeout` if the process of a dead driver still trains it, `ValueError` if the code
-        has changed.
-        """
-        end = f"{trial.id}-{trial.code}"
-        name = re.sub(r"[^\w.+=-]+", "_", trial.label)
-        folder = next(self.folder.glob(f"runs/*-{end}"), self.folder / f"runs/{name}-{end}")
-        row = result_row(trial, folder)
-        if row is None:
-            if code_of(trial.recipe) != trial.code:
-                raise ValueError("the recipe or gpt2_accel has changed: restart the study")
-            folder.mkdir(exist_ok=True)
-            FileLock(folder / LOCK, 0).acquire().lock.release()
-            process = start(trial, folder, slot)
-            while process.poll() is None and stop.reason is None:
-                time.sleep(PAUSE)
-            end_process(process)
-            row = result_row(trial, folder)
-        if row is not None:
-            with self._lock("table"):
-                self.rows |= read_table(self.table) | {trial.id: row}
-                write_table(self.table, self.rows.values(), row)
-            for kind in ("latest", "best", "checkpoint-*", "*.safetensors"):
-                for path in folder.glob(kind):
-                    remove(path)
-        elif stop.reason is None:
-            self.failed.add(trial.id)
-            text = f"run {trial.id} failed: {failure(folder, process.returncode)}"
-            print(text, file=sys.stderr, flush=True)
-
-    def runs_table(self, trials: Iterable[Trial]) -> str:
-        """Returns the runs as a Markdown table."""
-        rows = {}
-        for trial in trials:
-            loss = self.metric(trial, missing=math.nan)
-            rows[trial.id] = [
-                trial.label,
-                "missing" if math.isnan(loss) else f"{loss:.4f}",
-                short_number(trial.shape.parameter_count),
-                short_number(trial.tokens),
-                f"{trial.config.max_steps:,}",
-                f"{trial.flops:.3g}",
-            ]
-        heads = ("id", "run", "val/loss", "parameters", "tokens", "updates", "FLOPs")
-        return markdown(heads, rows)
-
-    def forecast(self, trials: Sequence[Trial]) -> str:
-        """Returns the table of the trials, and the FLOPs of the trials that are left."""
-        left = self.left(trials)
-        total = sum(trial.flops for trial in left)
-        return f"{self.runs_table(trials)}\n\n{len(left)} runs are not recorded: {total:.3g} FLOPs"
-
-
-def start(trial: Trial, folder: Path, gpu: str) -> subprocess.Popen:
-    """Starts or resumes a trial in `folder` and appends its output to `log.txt`. It stops when this
-    process ends."""
-    command = [sys.executable, str(trial.recipe)]
-    command += arguments(trial.changes, folder)
-    device = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    if gpu:
-        device = {"CUDA_VISIBLE_DEVICES": gpu}
-    with open(folder / "log.txt", "ab") as log:
-        return subprocess.Popen(
-            command,
-            env=os.environ | device | {DRIVER: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
-        )
-
-
-def end_process(process: subprocess.Popen) -> None:
-    """Stops a process and waits for its end; it has `STOP_SECONDS` to save a checkpoint."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_SECONDS)
-    process.kill()
-    process.wait()
-
-
-def failure(folder: Path, code: int) -> str:
-    """Returns the exit code of a process without a result, the last line of its output, and the
-    path of the output."""
-    log = folder / "log.txt"
-    last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
-    return f"exit code {code}, {last} ({log})"

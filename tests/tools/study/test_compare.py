@@ -1,7 +1,6 @@
-"""What a study says: intervals, verdicts, tuning, and what its file may hold."""
+"""What a study says: intervals, verdicts, and what its file may hold."""
 
 import csv
-import itertools
 import math
 import random
 
@@ -12,33 +11,30 @@ from scipy.stats import ttest_1samp
 
 from gpt2_accel.tools.study.compare import (
     MOST_SEEDS,
-    Comparison,
-    Study,
-    interval,
     judge,
-    plan,
+    outcome,
+    plus_minus,
     read_study,
-    seed_points,
-    tuning_points,
-    tuning_remarks,
+    seed_trials,
+    tuning_trials,
 )
 
 
 def test_the_interval_is_that_of_scipy():
     values = [1.0, 1.2, 0.9, 1.4]
-    mean, half = interval(values)
     low, high = ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (mean - half, mean + half) == pytest.approx((low, high))
-    assert interval([2.0]) == (2.0, math.inf)
+    assert plus_minus(values) == f"{(low + high) / 2:.4f} ± {(high - low) / 2:.4f}"
+    assert plus_minus([2.0], "+.4f") == "+2.0000"
+    assert plus_minus([]) == "none"
 
 
 def test_judge_gives_a_verdict_or_the_number_of_seeds():
     assert judge([-0.2, -0.21, -0.19]) == "better"
     assert judge([0.2, 0.21, 0.19]) == "worse"
     assert judge([0.0, 0.0]) == "equal"
-    assert judge([]) == "no pair of runs"
-    assert "at least two" in judge([0.3])
-    assert f"even {MOST_SEEDS:,} seeds" in judge([1.0, -1.0, 0.001])
+    assert "two pairs of runs" in judge([])
+    assert "two pairs of runs" in judge([0.3])
+    assert f"even {MOST_SEEDS:,} more seeds" in judge([1.0, -1.0, 0.001])
 
 
 def test_the_named_number_of_seeds_tells_a_difference_of_this_size():
@@ -70,31 +66,20 @@ def test_equal_variants_are_told_apart_in_one_case_of_twenty():
 
 
 @pytest.mark.parametrize(
-    "variant, base, verdict",
+    "variant, base, verdict, runs",
     [
-        ([1.0, 1.1, math.inf], [2.0, 2.05, math.inf], "better"),
+        ([1.0, 1.1, math.inf], [2.0, 2.05, math.inf], "better", "2"),
         (
             [math.inf, 1.0, 1.1, 1.0],
             [math.nan, 2.0, 2.05, 2.0],
-            "1 of 4 diverged, 0 of 3 of the baseline; better",
+            "1 diverged, 0 of the baseline; better",
+            "3",
         ),
     ],
 )
-def test_a_run_that_diverged_or_failed_is_in_no_pair(variant, base, verdict):
-    values = {("base", None): base, ("own", None): variant}
-    outcome = Comparison(Study("recipe", {"base": {}, "own": {}}), values, dict.fromkeys(values, 1))
-    assert outcome.verdict("own", None)[0] == verdict
-    assert outcome.verdict("base", None) == ("baseline", "")
-
-
-def test_a_best_value_at_the_end_of_its_axis_is_named():
-    axes = ((0.0, 0.1), (0.9, 0.99), ("linear", "wsd"))
-    names = ("weight_decay", "beta2", "lr_schedule")
-    tried = [dict(zip(names, point, strict=True)) for point in itertools.product(*axes)]
-    best = {"weight_decay": 0.0, "beta2": 0.99, "lr_schedule": "wsd"}
-    chosen, end = tuning_remarks("one", best, tried)
-    assert chosen == "one: 8 trials chose weight_decay 0.0, beta2 0.99, lr_schedule wsd"
-    assert end == "one: the best beta2 is at the end of its axis: extend it"  # no decay below 0
+def test_a_run_that_diverged_or_failed_is_in_no_pair(variant, base, verdict, runs):
+    cells = outcome(np.array(variant), np.array(base))
+    assert (cells[0], cells[3]) == (verdict, runs)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +89,9 @@ def test_the_shipped_studies_have_possible_settings(path, data_dir):
     study = read_study(path, ROOT / "recipes")
     study.settings["data_dir"] = str(data_dir)
     study.seeds = 1
-    tuning = tuning_points(study)
-    assert len(tuning) == len(study.variants) * (5 if study.tune else 0)
-    trials = plan(study, tuning + seed_points(study, {}))
+    trials = tuning_trials(study)
+    assert len(trials) == len(study.variants) * (5 if study.tune else 0)
+    for budget in study.budgets:
+        trials += seed_trials(study, {}, budget, [1])
     assert min(trial.config.max_steps for trial in trials) >= 73  # 75,000 tokens of 1,024
     assert len({trial.id for trial in trials}) == len(trials)
