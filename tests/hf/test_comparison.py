@@ -86,8 +86,8 @@ def test_a_model_that_differs_a_little_is_found(
         monkeypatch.setattr(comparison, "open_class", other_kernels)
         assert comparison.difference(model, tmp_path) < comparison.LIMIT / 3
     else:
-        gap = re.fullmatch(r"its logits differ by (\S+) times their rounding error", files.custom)[1]
-        assert float(gap) > comparison.LIMIT * 3
+        message = r"its logits differ by (\S+) times their rounding error"
+        assert float(re.fullmatch(message, files.custom)[1]) > comparison.LIMIT * 3
         assert saved_as(tmp_path) == CUSTOM
         assert "transformers cannot open this model" in printed[0]
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
