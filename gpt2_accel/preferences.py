@@ -209,4 +209,3 @@ def read_reference(path: Path) -> dict[str, torch.Tensor]:
 def tables_digest(tables: dict[str, torch.Tensor]) -> str:
     """Returns the SHA-256 (hex) of the log-probabilities of the splits."""
     return sha256(b"".join(tables[split].numpy() for split in sorted(tables))).hexdigest()
-
