@@ -190,7 +190,7 @@ def train(trial: Trial, model: Path, data: Path, run: Path) -> float:
 
 def measure(model: Path, base: Path, data: str) -> dict[str, float]:
     """Returns what the model in a directory has learnt and kept."""
-    from gpt2_accel.evals.kept import kept, prompts_for, sample_base, sample_nats
+    from gpt2_accel.evals.kept import compare, sample_base
     from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
 
     def answers(prompts: list[str], tokens: int) -> list[str]:
@@ -201,13 +201,10 @@ def measure(model: Path, base: Path, data: str) -> dict[str, float]:
             found += [each.text for each in done]
         return found
 
-    original, own = load(str(base))
-    chat = own.chat_template is not None
-    ids, targets = sample_base(original, own, prompts_for(own, chat, original.config.n_positions))
-    base_nats = sample_nats(original, ids, targets)
-    del original
+    texts = sample_base(*load(str(base)), str(base))
     tuned, tokenizer = load(str(model))
-    results = kept(base_nats, sample_nats(tuned, ids, targets), targets)
+    found, _ = compare(tuned, tokenizer, texts)
+    results = {name.removeprefix("val/"): value for name, value in found.items()}
     if tokenizer.chat_template is not None:
         given = answers(list(GENERAL), 24)
         right = [

@@ -17,11 +17,10 @@ from typing import Any, Protocol
 import torch
 from accelerate.tracking import GeneralTracker
 
-from gpt2_accel.checkpoint.find import list_checkpoints, model_directory
+from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, unwrap
 from gpt2_accel.evals import Evaluation, kept
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
-from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.hf.loss_plot import draw_loss
 from gpt2_accel.models import LanguageModel
@@ -31,9 +30,6 @@ from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.trackers import start_tracker
-from gpt2_accel.tokenizer import load_tokenizer
-
-SHOWN = 2  # prompts whose greedy answers are shown before and after fine-tuning
 
 
 class Callback(Protocol):
@@ -183,73 +179,46 @@ def plain_model(run: Run) -> LanguageModel:
 class Kept:
     """Measures what the run keeps of its base model, as `val/kept`: see `evals/kept.py`.
 
-    The base samples its texts before the first update, and checkpoints hold them. The estimate is
-    made after the last update, and at each quarter of a run that costs far more. Nothing is
-    measured if the tokenizer cannot encode the prompts. `chat`: the base has a chat template.
+    The base is sampled before the first update, and checkpoints hold the `base` texts. The estimate
+    is made after the last update, and at each quarter of a run that costs far more.
     """
 
     SHARE = 0.0075  # largest cost of an estimate, as a share of the run's
 
     def __init__(self) -> None:
-        self.texts: dict[str, torch.Tensor] = {}  # of the base: `input_ids`, `targets`, `nats`
-        self.answers: dict[str, str] = {}  # of the base, by prompt
-        self.chat = False
+        self.base: dict[str, Any] = {}  # empty if nothing is measured
 
     def state_dict(self) -> dict[str, Any]:
-        return self.texts | {"answers": self.answers, "chat": self.chat}
+        return self.base
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.answers = state.pop("answers")
-        self.chat = state.pop("chat")
-        self.texts = state
+        self.base = state
 
     def on_train_begin(self, run: Run) -> None:
         """Samples from the base. A run of release 0.5 that is resumed has no samples."""
-        if not run.step and not self.texts:
-            self.texts, self.answers, self.chat = self.on_plain_model(run, self.sample)
-
-    def sample(self, run: Run, model: LanguageModel) -> tuple[dict, dict, bool]:
-        """Returns the base's texts, empty if there are no prompts, its answers, and `chat`."""
-        base = local_directory(model_directory(str(run.config.init_from)))
-        has_tokenizer = (base / "tokenizer.json").exists()
-        chat = has_tokenizer and load_tokenizer(base).chat_template is not None
-        prompts = kept.usable_prompts(run.tokenizer, chat, model.config.n_positions)
-        if not prompts:
-            return {}, {}, chat
-        input_ids, targets = kept.sample_base(model, run.tokenizer, prompts)
-        nats = kept.sample_nats(model, input_ids, targets)
-        texts = {"input_ids": input_ids, "targets": targets, "nats": nats}
-        return texts, kept.answers(model, run.tokenizer, prompts[:SHOWN]), chat
+        if not run.step and not self.base:
+            self.base = self.on_plain_model(run, kept.sample_base, run.config.init_from)
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if not self.texts or run.stopping or run.diverged:
+        if not self.base or run.stopping or run.diverged:
             return
         last = not run.goes_on()
         # A forward pass costs a third of a forward and backward pass.
-        cost = self.texts["input_ids"].numel() / 3 / run.metadata["tokens"]
+        cost = self.base["input_ids"].numel() / 3 / run.metadata["tokens"]
         quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
-        if not last and run.step not in quarters:
-            return
-        results, after = self.on_plain_model(run, self.compare)
-        run.log.evaluation(results)
-        run.call("on_evaluate", metrics=results)
-        if last:
-            run.remarks = kept.verdict(results["val/kept"], self.answers, after)
-            run.log.print_line(run.remarks)
+        if last or run.step in quarters:
+            results, answers = self.on_plain_model(run, kept.compare, self.base)
+            run.log.evaluation(results)
+            run.call("on_evaluate", metrics=results)
+            if last:
+                run.remarks = kept.verdict(results, self.base, answers)
+                run.log.print_line(run.remarks)
 
-    def compare(self, run: Run, model: LanguageModel) -> tuple[dict[str, float], dict[str, str]]:
-        """Returns `val/kept` with its standard error, and the model's answers."""
-        nats = kept.sample_nats(model, self.texts["input_ids"], self.texts["targets"])
-        results = kept.estimate(self.texts["nats"], nats, self.texts["targets"])
-        prompts = kept.usable_prompts(run.tokenizer, self.chat, model.config.n_positions)
-        return results, kept.answers(model, run.tokenizer, prompts[:SHOWN])
-
-    @staticmethod
-    def on_plain_model(run: Run, action: Callable[[Run, LanguageModel], Any]) -> Any:
-        """Returns the result of an action of the main process with the `plain_model`."""
+    def on_plain_model(self, run: Run, function: Callable[..., Any], argument: Any) -> Any:
+        """Returns `function(model, tokenizer, argument)` of the main process, to all."""
         with evaluating_optimizer(run.optimizer):
             model = plain_model(run)
-            return on_main_process(lambda: action(run, model))
+            return on_main_process(lambda: function(model, run.tokenizer, argument))
 
 
 class Profiler(torch.profiler.profile):

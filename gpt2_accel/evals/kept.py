@@ -5,15 +5,19 @@ tokens, of log p(base) - log p(tuned): it is unbiased, and 0 for the base itself
 loss cannot show what is forgotten: it also falls while a model loses everything else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
+from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.evals.formulas import mean_loss
 from gpt2_accel.generation.kv_cache import KVCache
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt, user_turn
+from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.models import LanguageModel, evaluating
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, load_tokenizer, text_ends
 
 # Several languages and kinds of text. A chat model gets each as a message of the user.
 PROMPTS = (
@@ -35,43 +39,42 @@ PROMPTS = (
     "中国的首都是",
 )
 NEW_TOKENS = 32  # sampled after each prompt, at temperature 1
+SHOWN = 2  # prompts whose greedy answers are shown before and after
 # Nats per token. Below the first, models of a study kept their general knowledge; between the two
 # most kept it, in answers of another form; above the second none did (docs/chat.md).
 KEEPS = 0.7
 LOSES = 1.5
 
 
-def usable_prompts(
-    tokenizer: PreTrainedTokenizerBase, chat: bool, n_positions: int
-) -> list[Prompt]:
-    """Returns `PROMPTS`, as conversations if `chat`.
-
-    Leaves out those that the tokenizer cannot encode, or that leave no room for the new tokens.
-    """
-    prompts: list[Prompt] = []
-    for text in PROMPTS:
-        prompt: Prompt = user_turn(text) if chat else text
-        try:
-            fits = len(encode_prompt(tokenizer, prompt)) + NEW_TOKENS <= n_positions
-        except ValueError:  # a character that is not in the vocabulary
-            continue
-        if fits:
-            prompts.append(prompt)
-    return prompts
-
-
 @torch.no_grad()
 def sample_base(
-    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples `NEW_TOKENS` tokens after each prompt, at temperature 1.
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, base: str
+) -> dict[str, Any]:
+    """Samples `NEW_TOKENS` tokens after each of the `PROMPTS`, at temperature 1.
 
-    Returns input ids and targets, (prompts, T) int64 each, on the CPU, padded at the right. The
-    targets are the sampled tokens up to the end of a text, the others -100.
+    The prompts are conversations if the directory or Hub model `base` has a chat template. Those
+    that the tokenizer cannot encode, or that leave no room for the new tokens, are left out.
+
+    Returns an empty dict if none is left, or `input_ids` and `targets`, (prompts, T) int64 each, on
+    the CPU, padded at the right; their `nats`, from `sample_nats`; the first `prompts`, and the
+    model's `answers` to them. Targets are the sampled tokens up to the end of a text, and -100.
     """
-    generator = torch.Generator(model.device).manual_seed(0)
-    rows = [list(encode_prompt(tokenizer, prompt)) for prompt in prompts]
+    directory = local_directory(model_directory(base))
+    is_there = (directory / "tokenizer.json").exists()
+    chat = is_there and load_tokenizer(directory).chat_template is not None
+    prompts: list[Prompt] = []
+    rows = []
+    for text in PROMPTS:
+        prompt: Prompt = user_turn(text) if chat else text
+        with suppress(ValueError):  # a character that is not in the vocabulary
+            ids = encode_prompt(tokenizer, prompt)
+            if len(ids) + NEW_TOKENS <= model.config.n_positions:
+                prompts.append(prompt)
+                rows.append(ids)
+    if not rows:
+        return {}
     lengths = [len(row) for row in rows]
+    generator = torch.Generator(model.device).manual_seed(0)
     with evaluating(model):
         cache = KVCache(model)
         logits = cache.start(rows)
@@ -88,7 +91,13 @@ def sample_base(
         last = next((n for n in range(length, len(row)) if row[n] in ends), len(row) - 1)
         input_ids[i, :last] = torch.tensor(row[:last])
         targets[i, length - 1 : last] = torch.tensor(row[length : last + 1])
-    return input_ids, targets
+    return {
+        "input_ids": input_ids,
+        "targets": targets,
+        "nats": sample_nats(model, input_ids, targets),
+        "prompts": prompts[:SHOWN],
+        "answers": answers(model, tokenizer, prompts[:SHOWN]),
+    }
 
 
 @torch.no_grad()
@@ -108,33 +117,38 @@ def sample_nats(
     return torch.stack(nats).cpu()
 
 
-def estimate(base: torch.Tensor, tuned: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """Returns `val/kept` and its standard error over the texts, `val/kept_stderr`.
-
-    `base` and `tuned` are from `sample_nats`, with the same targets.
-    """
-    counted = (targets != -100).sum(dim=1).tolist()
-    results = mean_loss((tuned - base).tolist(), counted)
-    return {f"val/{name.replace('loss', 'kept')}": value for name, value in results.items()}
-
-
 def answers(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
-) -> dict[str, str]:
-    """Returns the greedy continuation of each prompt, `NEW_TOKENS` tokens at most, by its text."""
+) -> list[str]:
+    """Returns the greedy continuation of each prompt, `NEW_TOKENS` tokens at most."""
     found = complete(model, tokenizer, prompts, Sampling(NEW_TOKENS, temperature=0))
-    texts = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]
-    return {text: each.text.strip() for text, each in zip(texts, found, strict=True)}
+    return [each.text.strip() for each in found]
 
 
-def verdict(nats: float, before: dict[str, str], after: dict[str, str]) -> str:
+def compare(
+    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, base: Mapping[str, Any]
+) -> tuple[dict[str, float], list[str]]:
+    """Returns `val/kept`, its standard error over the texts, and the model's answers.
+
+    `base` is from `sample_base`.
+    """
+    targets = base["targets"]
+    more = sample_nats(model, base["input_ids"], targets) - base["nats"]
+    results = mean_loss(more.tolist(), (targets != -100).sum(dim=1).tolist())
+    named = {f"val/{name.replace('loss', 'kept')}": value for name, value in results.items()}
+    return named, answers(model, tokenizer, base["prompts"])
+
+
+def verdict(results: Mapping[str, float], base: Mapping[str, Any], after: Sequence[str]) -> str:
     """Returns what `val/kept` means, and the answers of the base and of the tuned model."""
+    nats = results["val/kept"]
     words = "still answers as before"
     if nats > LOSES:
         words = "no longer answers as before: lower --learning_rate, or take fewer --epochs"
     elif nats > KEEPS:
         words = "answers in another form, and may have lost knowledge: compare its answers"
     lines = [f"beside what it was trained on, the model {words} (val/kept {nats:.2f})"]
-    for prompt, text in before.items():
-        lines += [prompt, f"  before: {text!r}", f"  after:  {after[prompt]!r}"]
+    for prompt, own, new in zip(base["prompts"], base["answers"], after, strict=True):
+        text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+        lines += [text, f"  before: {own!r}", f"  after:  {new!r}"]
     return "\n".join(lines)

@@ -37,12 +37,13 @@ def reference(directory, texts):
 
 def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
     tokenizer = load_tokenizer(chat_model)
-    model = from_pretrained(chat_model)
-    prompts = kept.usable_prompts(tokenizer, True, 128)
+    base = kept.sample_base(from_pretrained(chat_model), tokenizer, str(chat_model))
     ends = {256, tokenizer.eos_token_id}  # bytes' <|endoftext|>, and the end of a turn
-    ids, targets = kept.sample_base(model, tokenizer, prompts)
     texts = []
-    for prompt, row, wanted in zip(prompts, ids.tolist(), targets.tolist(), strict=True):
+    for text, row, wanted in zip(
+        kept.PROMPTS, base["input_ids"].tolist(), base["targets"].tolist(), strict=True
+    ):
+        prompt = [{"role": "user", "content": text}]
         asked = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
         sampled = [token for token in wanted if token != -100]
         assert row[: len(asked)] == asked
@@ -51,38 +52,40 @@ def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
         assert len(sampled) == kept.NEW_TOKENS or sampled[-1] in ends
         texts.append((asked, sampled))
     assert any(len(sampled) < kept.NEW_TOKENS for _, sampled in texts)
-    before, after = (
-        kept.sample_nats(from_pretrained(d), ids, targets) for d in (chat_model, tuned)
-    )
-    result = kept.estimate(before, after, targets)
+    result, _ = kept.compare(from_pretrained(tuned), tokenizer, base)
     differences = [
         p - q
-        for base, other in zip(reference(chat_model, texts), reference(tuned, texts), strict=True)
-        for p, q in zip(base, other, strict=True)
+        for own, other in zip(reference(chat_model, texts), reference(tuned, texts), strict=True)
+        for p, q in zip(own, other, strict=True)
     ]
     assert result["val/kept"] == pytest.approx(sum(differences) / len(differences), abs=1e-5)
-    assert kept.estimate(before, before, targets)["val/kept"] == 0
+    same, answers = kept.compare(from_pretrained(chat_model), tokenizer, base)
+    assert same["val/kept"] == 0
+    assert answers == base["answers"]
 
 
-def test_it_estimates_the_divergence_of_the_base_from_the_tuned_model(chat_model, tuned):
-    """Unbiased: its mean over many samples is near the divergence, summed over the vocabulary."""
-    base, other = from_pretrained(chat_model), from_pretrained(tuned)
+def test_it_estimates_the_divergence_of_the_base_from_the_tuned_model(
+    chat_model, tuned, monkeypatch
+):
+    """Unbiased: over many samples it is near the divergence, summed over the vocabulary."""
+    own, other = from_pretrained(chat_model), from_pretrained(tuned)
     tokenizer = load_tokenizer(chat_model)
-    ids, targets = kept.sample_base(base, tokenizer, ["the cat"] * 200)
+    monkeypatch.setattr(kept, "PROMPTS", ["the cat"] * 200)
+    base = kept.sample_base(own, tokenizer, str(chat_model))
     with torch.no_grad():
-        p, q = base(ids).log_softmax(-1), other(ids).log_softmax(-1)
-    exact = (p.exp() * (p - q)).sum(-1)[targets != -100].mean().item()
-    nats = [kept.sample_nats(model, ids, targets) for model in (base, other)]
-    result = kept.estimate(*nats, targets)
+        p, q = (model(base["input_ids"]).log_softmax(-1) for model in (own, other))
+    exact = (p.exp() * (p - q)).sum(-1)[base["targets"] != -100].mean().item()
+    result, _ = kept.compare(other, tokenizer, base)
     assert abs(result["val/kept"] - exact) < 4 * result["val/kept_stderr"]
     assert result["val/kept_stderr"] < exact / 2
 
 
-def test_a_tokenizer_that_lacks_characters_and_a_short_model_leave_prompts_out():
-    assert kept.usable_prompts(char_tokenizer("abc"), False, 128) == []
-    assert kept.usable_prompts(byte_tokenizer(), False, 60) == [
-        text for text in kept.PROMPTS if len(text.encode()) <= 60 - 32
-    ]
+def test_a_tokenizer_that_lacks_characters_and_a_short_model_leave_prompts_out(chat_base):
+    model = from_pretrained(chat_base)
+    assert kept.sample_base(model, char_tokenizer("abc"), str(chat_base)) == {}
+    model.config.n_positions = 60
+    base = kept.sample_base(model, byte_tokenizer(), str(chat_base))
+    assert len(base["targets"]) == sum(len(text.encode()) <= 60 - 32 for text in kept.PROMPTS)
 
 
 def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
