@@ -208,4 +208,4 @@ def read_reference(path: Path) -> dict[str, torch.Tensor]:
 
 def tables_digest(tables: dict[str, torch.Tensor]) -> str:
     """Returns the SHA-256 (hex) of the log-probabilities of the splits."""
-    return sha256(b"".join(tables[split].numpy() for split in sorted(tables))).hexdigest()
+    return sha256(b"".join(tables[s].numpy().tobytes() for s in sorted(tables))).hexdigest()
