@@ -1,6 +1,8 @@
 """`make gpu`: its checks run on a CPU too, and its record tells mistakes from rounding."""
 
 import inspect
+import json
+import math
 import sys
 
 import pytest
@@ -11,7 +13,7 @@ from launching import ROOT, python
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_checks
-from cards import difference
+from cards import difference, read_cards
 
 import gpt2_accel.data.loader
 import gpt2_accel.train as loop
@@ -28,6 +30,31 @@ def test_checks_run_on_a_cpu_and_a_failure_does_not_end_the_others(tmp_path):
     outcomes = [outcome.split()[0] for outcome in record["checks"].values()]
     assert outcomes == ["failed:", "passed", "passed", "passed", "passed", "skipped:"]
     assert record["rows"][0]["tokens_per_second"]["median"] > 0
+
+
+RECORD = read_json(ROOT / "benchmarks/results/cuda/card.json")
+ROW = RECORD["rows"][0]
+SPEED = ROW["tokens_per_second"]
+WRONG = [
+    {"machine": RECORD["machine"] | {"device": "H100 | 9"}},
+    {"machine": RECORD["machine"] | {"device": "H100\n\n# A"}},
+    {"machine": RECORD["machine"] | {"device": "<b>H100</b>"}},
+    {"title": "[a](http://b)"},
+    {"rows": [ROW | {"setting": "`bf16`"}]},
+    {"rows": [ROW | {"tokens_per_second": SPEED | {"median": math.nan}}]},
+    {"rows": [ROW | {"tokens_per_second": SPEED | {"high": math.inf}}]},
+    {"rows": [ROW | {"memory": -1}]},
+    {"expected": {name: [9.0] * 20 for name in RECORD["expected"]}},
+]
+
+
+@pytest.mark.parametrize("changes", [{}, *WRONG])
+def test_a_record_of_others_changes_nothing_but_its_row(tmp_path, changes):
+    path = tmp_path / "card.json"
+    path.write_text(json.dumps(RECORD | changes))
+    rows, refused = read_cards(tmp_path, [path])
+    assert bool(rows) != bool(refused)
+    assert bool(refused) == bool(changes)
 
 
 # Mistakes that the record of a GPU has to show: a function, its code, and the wrong one.

@@ -81,6 +81,7 @@ def lay_out(files: dict, folder: Path, valid: dict[str, Path]) -> None:
     """Writes the files of a row."""
     for name, content in files.items():
         path = folder / name
+        path.parent.mkdir(exist_ok=True)
         if content is None:
             path.unlink()
         elif isinstance(content, dict):
