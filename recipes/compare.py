@@ -35,9 +35,10 @@ def main() -> None:
     path = Path(config.study)
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:
-        print(*tuning_trials(study), sep="\n")
+        trials = tuning_trials(study)
         for budget in study.budgets:
-            print(*seed_trials(study, {}, budget, range(1, study.seeds + 1)), sep="\n")
+            trials += seed_trials(study, {}, budget, range(1, study.seeds + 1))
+        print(*trials, sep="\n")
         return
     runs = Runs(Path(config.output_dir or f"runs/{path.stem}"))
     text = compare(study, runs)
