@@ -27,14 +27,23 @@ def conversation_tokens(
     prefixes, see `answer_pieces`.
 
     `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises
-    `ValueError` if such a prefix is not found, and whatever the chat template raises.
+    `ValueError` if such a prefix is not found or a message is not printed, and whatever the chat
+    template raises.
     """
     template = training_template(tokenizer)
+    # The mark tells a short message from the template's own text; templates may trim white space.
+    marked = [
+        {**message, "content": "".join(message["content"].split()) + "\0"} for message in messages
+    ]
+    text = "".join(_render(tokenizer, marked, chat_template=template, tokenize=False).split())
+    if text.count("\0") < len(marked) or any(turn["content"] not in text for turn in marked):
+        raise ValueError("the chat template leaves out a message, or a part of one")
     if template is None:
         template = PIECES
         messages = answer_pieces(tokenizer, messages)
-    options = {"chat_template": template, "return_assistant_tokens_mask": True}
-    encoding = _render(tokenizer, messages, **options)
+    encoding = _render(
+        tokenizer, messages, chat_template=template, return_assistant_tokens_mask=True
+    )
     return np.array(encoding["input_ids"], np.int64), np.array(encoding["assistant_masks"], bool)
 
 
@@ -44,19 +53,14 @@ def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
     It is the tokenizer's own template if that marks them, otherwise TRL's training template for the
     tokenizer; None if TRL has none or is not installed.
     """
-    template = tokenizer.get_chat_template()
-    if GENERATION.search(template):
-        return template
-    return _trl_template(tokenizer, template)
+    return _marking_template(tokenizer, tokenizer.get_chat_template())
 
 
 @functools.lru_cache(maxsize=1)
-def _trl_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
-    """Returns TRL's training template for a tokenizer, or None.
-
-    `template` is the tokenizer's chat template. It is only a key of the cache, for a tokenizer
-    whose template changes.
-    """
+def _marking_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | None:
+    """Returns `training_template`; `template` is the tokenizer's own, which may change."""
+    if GENERATION.search(template):
+        return template
     try:
         from trl.chat_template_utils import get_training_chat_template
 
@@ -73,21 +77,14 @@ def answer_pieces(
     An answer is the text that the template adds to the prompt before it, up to the end of the turn.
     Raises `ValueError` if the prompt or the turn is not a prefix of the conversation.
     """
-
-    def text(count: int, prompt: bool = False) -> str:
-        first = [dict(message) for message in messages[:count]]
-        return str(
-            tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=prompt)
-        )
-
-    whole = text(len(messages))
+    whole = _render(tokenizer, messages, tokenize=False)
     end = 0
     pieces = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = text(number, prompt=True)
-        after = text(number + 1)
+        before = _render(tokenizer, messages[:number], tokenize=False, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: number + 1], tokenize=False)
         if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
                 "the chat template renders a turn differently when another turn follows"
@@ -141,7 +138,10 @@ def prompt_tokens(
 def _render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
 ) -> Any:
-    """Returns the chat template's encoding of a conversation, a mapping to lists of integers."""
+    """Returns the chat template's encoding of a conversation, a mapping to lists of integers.
+
+    With `tokenize=False` in `options` it is the text.
+    """
     return tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         return_dict=True,

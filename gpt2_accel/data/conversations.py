@@ -21,7 +21,7 @@ import numpy as np
 
 from gpt2_accel.data.chat_tokens import conversation_tokens, training_template
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
-from gpt2_accel.data.messages import EQUAL, Problem, read_messages, read_pair
+from gpt2_accel.data.messages import EMPTY, EQUAL, Problem, read_messages, read_pair
 from gpt2_accel.data.prepare import make_data, plan_of
 from gpt2_accel.data.rows import read_rows
 from gpt2_accel.data.shards import (
@@ -107,7 +107,7 @@ def prepare_conversations(
             )
         size = sequence_length
         if shorten:
-            longest = max(len(row) for row in itertools.chain.from_iterable(items))
+            longest = max(map(len, itertools.chain(*items)))
             size = min(size, round_up(longest, SHORTEST))
         chosen = validation_mask(keys)
         entries = {}
@@ -126,7 +126,7 @@ def prepare_conversations(
             "splits": entries,
         }
 
-    listed = [(file, size, modified) for file, (size, modified) in states.items()]
+    listed = [(file, *state) for file, state in states.items()]
     options = [sequence_length, cut, model, shorten]
     training = training_template(tokenizer)
     if training != tokenizer.chat_template:  # TRL's releases differ
@@ -182,6 +182,8 @@ def encode_files(
         for row, place in unchanged(read_rows(path), path, files[path]):
             reason = None
             try:
+                if row is None:
+                    raise Problem(EMPTY)
                 if pairs:
                     item, prompt = encode_pair(tokenizer, special, row, place)
                 else:
@@ -213,12 +215,11 @@ def encode_pair(
 
     Only the last answers count. Raises `ValueError` for a row of another form, and `Problem`.
     """
-    item = []
     pair = read_pair(row, place)
-    for messages in pair:
-        counted = [False] * len(messages)
-        counted[-1] = True
-        item.append(encode_messages(tokenizer, special, messages, counted))
+    item = [
+        encode_messages(tokenizer, special, messages, [False] * (len(messages) - 1) + [True])
+        for messages in pair
+    ]
     if np.array_equal(item[0], item[1]):  # a template trims spaces
         raise Problem(EQUAL)
     return item, pair[0][:-1]
@@ -233,8 +234,8 @@ def encode_messages(
     """Returns the tokens of messages with their bits, (n,) uint32.
 
     `counted` says which messages may count. `special` matches what a message must not contain.
-    Raises `Problem`, also if some answers do not count and the template does not mark each answer
-    by itself.
+    A line end after the end of a turn does not count. Raises `Problem`, also if some
+    answers do not count and the template does not mark each answer by itself.
     """
     if any(special.search(message["content"]) for message in messages):
         raise Problem(SPECIAL)
@@ -254,6 +255,9 @@ def encode_messages(
             raise Problem(MERGED)
         for start, end in runs[~answers].tolist():
             counts[start:end] = False
+    for start, end in runs.tolist():
+        after = (ids[start:end] == tokenizer.eos_token_id)[::-1].argmax()
+        counts[end - after : end] = False  # the line end after the end of a turn
     counts[0] = False  # nothing comes before it
     tokens = ids.astype(DTYPE) | COUNTS * counts
     tokens[0] |= STARTS
@@ -305,11 +309,9 @@ def pack(
     targets = []
     counted = 0
     for window in progress(windows, f"packing {split}", len(windows)):
-        rows = items[window[0]]
-        if not pairs:
-            rows = [np.concatenate([items[i][0] for i in window])]
         found = 0
-        for row in rows:
+        for parts in zip(*(items[i] for i in window), strict=True):
+            row = np.concatenate(parts)
             writer.append(np.pad(row, (0, size - len(row)), constant_values=padding))
             found += int(np.count_nonzero(row & COUNTS))
         counted += found

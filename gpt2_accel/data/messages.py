@@ -6,14 +6,15 @@
 | ShareGPT                  | `conversations`: a list of `from` (human, gpt, system) and `value`  |
 | prompt and completion     | `prompt`, `completion`: texts or lists of messages; the completion  |
 |                           | counts                                                              |
-| Alpaca, Dolly             | `instruction`, `output` or `response`, optionally `input` or        |
-|                           | `context`                                                           |
+| Alpaca, Dolly, GSM8K      | `instruction` or `question`; `output`, `response` or `answer`;      |
+|                           | optionally `input` or `context`                                     |
 | pair, prompt and answers  | `prompt`, `chosen`, `rejected`: texts or lists of messages          |
 | pair, full conversations  | `chosen`, `rejected`: lists of messages that begin with the prompt, |
 |                           | optionally `prompt`                                                 |
 
 A row with several forms is read in the first of them. A field `system` or `system_prompt` is the
-system message.
+system message. A text that begins with an empty line and "Human:" is a transcript, as in
+Anthropic's pairs; "Human:" and "Assistant:" after empty lines begin its messages.
 """
 
 import re
@@ -30,7 +31,7 @@ ROLES = {
 }
 # The fields that tell the form of a row.
 FORMS = """
-    messages conversations prompt completion instruction output response
+    messages conversations prompt completion instruction question output response answer
 """.split()  # noqa: SIM905
 # Fields of a row, a message or a part that would change a conversation if they are not empty.
 UNSUPPORTED = """
@@ -41,6 +42,8 @@ UNSUPPORTED = """
 LISTED = re.compile(
     r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
 )
+# A turn of a transcript ends where the other side speaks.
+TURNS = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?!\1)(?:Human|Assistant):|\Z)")
 # Why a conversation or a pair is left out.
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
@@ -48,7 +51,8 @@ NOT_SUPPORTED = (
     "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a "
     "history, images, audio, or content that is not text, which are not supported"
 )
-NO_LAST_ANSWER = "without a message of the assistant at the end of each answer"
+NO_LAST_ANSWER = "without a message of the assistant that counts at the end of each answer"
+NOT_ALTERNATING = "with a transcript in which one side speaks twice in a row"
 OTHER_PROMPTS = "whose answers have different prompts"
 EQUAL = "whose answers are equal"
 
@@ -67,8 +71,6 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
     text are dropped. Raises `ValueError` for a row in none of the forms, or with a `weight` other
     than 0 and 1, `Problem` for a conversation that cannot be trained on.
     """
-    if row is None:
-        raise Problem(EMPTY)
     if not isinstance(row, dict):
         raise ValueError(
             f"{place}, holds a value of type {type(row).__name__}, not an object: write "
@@ -101,28 +103,34 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
 def raw_messages(row: dict, place: str) -> list:
     """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
-    answer = fields.get("output", fields.get("response"))
+    answer = fields.get("output", fields.get("response", fields.get("answer")))
+    task = fields.get("instruction", fields.get("question"))
     messages = listed(fields.get("messages", fields.get("conversations")))
     if isinstance(messages, list):
         pass
     elif "prompt" in fields and "completion" in fields:
-        if fields.get("label") is False:  # a bad completion, in data sets for KTO
+        label = fields.get("label", True)
+        if label in (False, "false", "False", "0"):  # a bad completion, in data sets for KTO
             raise Problem(UNWANTED)
+        if label not in (True, "true", "True", "1"):
+            raise ValueError(
+                f"{place}, has a label of {label!r}: give true, or false for a completion that is "
+                "not to be learned"
+            )
         asked = as_messages(fields["prompt"], "user")
         messages = [message | {"weight": 0} for message in asked]
         messages += as_messages(fields["completion"], "assistant")
-    elif "instruction" in fields and answer is not None:
-        task = text_of(fields["instruction"])
-        given = text_of(fields.get("input") or fields.get("context"))
-        both = [text for text in (task, given) if text.strip()]
+    elif task is not None and answer is not None:
+        given = fields.get("input") or fields.get("context")
+        both = [text for text in (text_of(task), text_of(given)) if text.strip()]
         messages = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
     elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
     else:
         raise ValueError(
             f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list "
-            "in messages or conversations; or prompt and completion; or instruction and output or "
-            "response: rename or correct them"
+            "in messages or conversations; or prompt and completion; or instruction or question, "
+            "and output, response or answer: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (messages and role_of(messages[0]) == "system"):
@@ -131,9 +139,20 @@ def raw_messages(row: dict, place: str) -> list:
 
 
 def as_messages(value: Any, role: str) -> list:
-    """Returns a list of messages, also one in JSON; anything else becomes one message of `role`."""
+    """Returns a list of messages, also one of JSON or a transcript; else one message of `role`.
+
+    The cue of an answer at the end of a transcript, "Assistant:", is left out. Raises `Problem` for
+    a transcript whose turns do not alternate.
+    """
     value = listed(value)
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return value
+    if not str(value).startswith("\n\nHuman:"):
+        return [{"role": role, "content": value}]
+    turns = TURNS.findall(value.rstrip().removesuffix("\n\nAssistant:"))
+    if any(f"\n\n{speaker}:" in text for speaker, text in turns):
+        raise Problem(NOT_ALTERNATING)
+    return [{"from": speaker.lower(), "value": text.strip()} for speaker, text in turns]
 
 
 def listed(value: Any) -> Any:
@@ -202,26 +221,27 @@ def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
     """Returns the messages of the conversation that ends with the answer `name`.
 
     Raises `ValueError` without a prompt or for a row of another form, and `Problem` if the last
-    message is not an answer, or if a full conversation does not begin with the row's `prompt`.
+    message is not an answer that counts, or if a full conversation does not begin with the row's
+    `prompt`.
     """
     check_supported(row)
-    answered, _ = read_messages({"messages": as_messages(row[name], "assistant")}, place)
-    if not answered or answered[-1]["role"] != "assistant":
+    answered, counts = read_messages({"messages": as_messages(row[name], "assistant")}, place)
+    if not answered or answered[-1]["role"] != "assistant" or not counts[-1]:
         raise Problem(NO_LAST_ANSWER)
     prompt = row.get("prompt") or []
-    beside = {field: row.get(field) for field in ("system", "system_prompt")}
-    beside["messages"] = as_messages(prompt, "user")
-    asked, _ = read_messages(beside, place)
+    if not prompt and len(answered) == 1:
+        raise ValueError(
+            f"{place}, has no prompt: write it in prompt, or as the first messages of chosen and "
+            "rejected"
+        )
+    asked, _ = read_messages(row | {"messages": as_messages(prompt, "user")}, place)
+    system = [message for message in asked[:1] if message["role"] == "system"]
     first = answered[0]["role"]
-    if first == "assistant":
-        if not prompt:
-            raise ValueError(
-                f"{place}, has no prompt: write it in prompt, or as the first messages of chosen "
-                "and rejected"
-            )
-        return asked + answered
-    if first != "system":
-        answered = [message for message in asked if message["role"] == "system"] + answered
-    if not all(message in answered[:-1] for message in asked):
+    whole = answered if first == "system" else system + answered
+    if first == "system" and not system:
+        asked = answered[:1] + asked
+    if whole[:-1][: len(asked)] == asked:  # a full conversation
+        return whole
+    if first != "assistant" or any(message in asked for message in answered[:-1]):
         raise Problem(OTHER_PROMPTS)
-    return answered
+    return asked + answered

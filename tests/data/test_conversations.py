@@ -66,6 +66,12 @@ def test_a_weight_other_than_0_or_1_is_refused(weight):
         read_messages(answered(weight=weight), "here")
 
 
+@pytest.mark.parametrize("label", ["maybe", "", 2, [False]])
+def test_a_label_that_is_not_true_or_false_is_refused(label):
+    with refused("here, has a label"):
+        read_messages({"prompt": "Why?", "completion": "So.", "label": label}, "here")
+
+
 def prepared(chat_base, folder, rows=None, template=None, tokenizer=None, **options):
     """Prepares conversations in a folder; returns the manifest."""
     folder.mkdir(exist_ok=True)
@@ -103,7 +109,8 @@ def test_rows_that_are_left_out_are_counted_and_named(chat_base, tmp_path):
         "special_token": answered(content="a<|im_end|>b"),
         "too_long": answered(content="a" * 80),
     }
-    again = bad | {"no_answer": {"messages": []}, "special_token": answered(content="a \ud83d")}
+    again = bad | {"no_answer": {"messages": []}, "empty": None}
+    again["special_token"] = answered(content="a \ud83d")
     rows = chat_rows(20) + list(bad.values()) + list(again.values()) + [answered(content="💀")]
     manifest = prepared(chat_base, tmp_path, rows)
     places = [f"{tmp_path / 'rows.jsonl'}, line {21 + i}" for i in range(len(bad))]
@@ -133,6 +140,47 @@ def test_a_template_that_fails_on_a_row_leaves_it_out(chat_base, tmp_path):
     manifest = prepared(chat_base, tmp_path, chat_rows(20), template, model="u/n")
     assert 0 < manifest["left_out"][f"{REFUSED} (too short)"][0] < 20
     assert manifest["model"] == "u/n"
+
+
+# Counts line ends after the end of a turn, and prints a system message at the beginning only.
+LINES = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content.split('</think>')[-1] }}<|im_end|>"
+    "\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+UNMARKED = LINES.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize("template", [LINES, UNMARKED])
+def test_a_line_end_after_a_turn_does_not_count(chat_base, template, tmp_path):
+    rows = [{"messages": row["messages"] * 2} for row in chat_rows(20)]
+    prepared(chat_base, tmp_path, rows, template, sequence_length=128)
+    decode = load_data_tokenizer(tmp_path / "chat").decode
+    conversations = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
+    actual = [decode(list(itertools.compress(*pair))) for pair in conversations]
+    expected = [f"{row['messages'][1]['content']}<|im_end|>" * 2 for row in rows]
+    assert sorted(actual) == sorted(expected)
+
+
+SYSTEM = {"role": "system", "content": "a"}  # also a part of other messages and of the template
+UNPRINTED = [
+    [*ASKED, SYSTEM, *ASKED],
+    [SYSTEM, *ASKED, SYSTEM, *ASKED],
+    [ASKED[0], {"role": "assistant", "content": "<think>Hm.</think>So."}],
+]
+
+
+@pytest.mark.parametrize("messages", UNPRINTED)
+@pytest.mark.parametrize("template", [LINES, UNMARKED])
+def test_what_the_template_does_not_print_leaves_the_row_out(
+    chat_base, template, messages, tmp_path
+):
+    rows = [*chat_rows(20), {"messages": [SYSTEM, *ASKED]}, {"messages": messages}]
+    manifest = prepared(chat_base, tmp_path, rows, template)
+    [(reason, (count, place))] = manifest["left_out"].items()
+    assert "leaves out a message" in reason
+    assert (count, place) == (1, f"{tmp_path / 'rows.jsonl'}, line 22")
 
 
 # The questions of held-out conversations by the number of conversations; a hash chooses them.

@@ -8,7 +8,7 @@ from conftest import pair_rows, read_json, refused, run_recipe, write_lines
 
 from gpt2_accel.data import messages
 from gpt2_accel.data.conversations import TOO_LONG, prepare_conversations
-from gpt2_accel.data.messages import EQUAL, Problem, read_pair
+from gpt2_accel.data.messages import EMPTY, EQUAL, Problem, read_pair
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
@@ -42,6 +42,11 @@ def test_a_row_that_is_not_a_pair_is_refused(row):
         read_pair(row, "here")
 
 
+def test_a_pair_without_a_prompt_is_refused():
+    with refused("here, has no prompt"):
+        read_pair({"system": "Be kind.", "chosen": "So.", "rejected": "No."}, "here")
+
+
 def prepared(chat_base, folder, rows, **options):
     """Writes the shards of pairs; returns the manifest."""
     file = write_lines(folder / "pairs.jsonl", rows)
@@ -66,10 +71,11 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     too_long = [pair(chosen="a" * 60), pair(rejected="a" * 60)]
     equal = [pair(chosen=" No.", rejected="No. ")]
     special_token = [pair(chosen="<|im_end|>"), pair(rejected="<|im_end|>")]
-    manifest = prepared(chat_base, tmp_path, rows + too_long + equal + special_token)
+    manifest = prepared(chat_base, tmp_path, rows + too_long + equal + special_token + [None])
     counts = {reason: count for reason, (count, _) in manifest["left_out"].items()}
     assert counts.pop(TOO_LONG) == 2
     assert counts.pop(EQUAL) == 1
+    assert counts.pop(EMPTY) == 1
     [(reason, count)] = counts.items()
     assert "special token" in reason
     assert count == 2
