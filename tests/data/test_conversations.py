@@ -437,4 +437,4 @@ def test_the_loss_of_conversations_and_text_is_the_mean_over_all_counted_targets
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     for world_size, size in ((1, 12), (1, 1), (2, 2), (3, 4)):
         loss = update_of(model, folder, world_size, size)
-        assert loss == pytest.approx(expected.item(), abs=1e-6)
+        assert loss == pytest.approx(expected.item(), abs=1e-5)

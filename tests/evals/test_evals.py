@@ -76,7 +76,7 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     for item, row in zip(items, scores, strict=True):
         loop = [plain_loop(hf, item["ctx"], f" {ending}") for ending in item["endings"]]
         nats = list(map(sum, loop))
-        assert row == pytest.approx([-x for x in nats], abs=1e-4)
+        assert row == pytest.approx([-x for x in nats], abs=1e-3)
         lengths = {
             "acc": [1] * 4,
             "acc_norm_per_token": [len(tokens) for tokens in loop],

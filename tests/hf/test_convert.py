@@ -174,8 +174,8 @@ def test_only_transposed_matrices_are_copied_in_memory(tmp_path):
     saving = peak_of(save_pretrained, model, tmp_path)
     del model
     loading = peak_of(from_pretrained, tmp_path)
-    assert saving < 1.1 * size, (saving / size, loading / size)
-    assert loading < 1.3 * size, (saving / size, loading / size)
+    assert saving < 1.5 * size, (saving / size, loading / size)
+    assert loading < 1.5 * size, (saving / size, loading / size)
 
 
 def edit(folder, **tensors):

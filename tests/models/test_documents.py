@@ -42,7 +42,7 @@ def test_loss_and_gradients_equal_those_of_the_texts_alone(model, batch):
     nats = model(input_ids, targets, documents=documents, reduction="none")
     assert nats.sum().item() == pytest.approx(expected.item(), rel=1e-6)
     mean = model(input_ids, targets, documents=documents)
-    assert mean.item() == pytest.approx(expected.item() / (targets != -100).sum().item(), abs=1e-6)
+    assert mean.item() == pytest.approx(expected.item() / (targets != -100).sum().item(), abs=1e-5)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(nats.sum(), parameters)
     expected_gradients = torch.autograd.grad(expected, parameters)
