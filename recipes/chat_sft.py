@@ -142,7 +142,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
 def prepare_command(pairs: bool) -> str:
     """Returns the start of the command that prepares conversations, or pairs of answers."""
     options = ["--pairs"] if pairs else []
-    return recipe_command("prepare_data", "chat", *options)
+    return recipe_command("prepare-data", "chat", *options)
 
 
 def find_model(config: ChatSFT, pairs: bool) -> str:
