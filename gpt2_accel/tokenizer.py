@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from gpt2_accel.runtime.files import check_pointer, first_line, parse_json, write_json
+from gpt2_accel.runtime.recipe_command import recipe_command
 
 if TYPE_CHECKING:
     import tiktoken
@@ -150,9 +151,9 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
+    refuse_gguf(name)
     for path in Path(name).glob("tokenizer*"):
         check_pointer(path)
-    file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         tokenizer = _from_pretrained(kind, name)
         if not tokenizer.is_fast:
@@ -160,6 +161,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
                 f"{name} has a {type(tokenizer).__name__}, which is not of the tokenizers library: "
                 "use a tokenizer that has a tokenizer.json"
             )
+        file = cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         if file is None or _same_ids(tokenizer, file):
             check_text(tokenizer, name)
             return tokenizer
@@ -167,6 +169,13 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
         f"transformers gives other token ids than the tokenizer.json of {name}: remove what its "
         "tokenizer_config.json changes"
     )
+
+
+def refuse_gguf(name: str | Path) -> None:
+    """Raises `ValueError` for a GGUF file, which is not a model directory."""
+    if str(name).endswith(".gguf"):
+        command = recipe_command("import-checkpoint", "--input", name, "--output_dir", "FOLDER")
+        raise ValueError(f"{name} is a GGUF file: convert it by {command}, and give FOLDER")
 
 
 def save_tokenizer(

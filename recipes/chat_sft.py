@@ -38,7 +38,7 @@ MOST_EPOCHS = 20
 # Of a pretrained model, which forgets with each update; its rate is in gpt2_accel/tuning.py.
 PRETRAINED_UPDATES = 100
 PRETRAINED_EPOCHS = 10
-PRETRAINED_BATCH = 512  # tokens, at least
+PRETRAINED_BATCH = 256  # tokens, at least
 LONGEST_WINDOW = 1024  # tokens
 MICRO_BATCH = 8192  # tokens
 LARGEST_BATCH = 65536  # tokens
@@ -145,7 +145,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
 def prepare_command(pairs: bool) -> str:
     """Returns the start of the command that prepares conversations, or pairs of answers."""
     options = ["--pairs"] if pairs else []
-    return recipe_command("prepare_data", "chat", *options)
+    return recipe_command("prepare-data", "chat", *options)
 
 
 def find_model(config: ChatSFT, pairs: bool) -> str:

@@ -7,6 +7,7 @@
     python recipes/prepare_data.py hf roneneldan/TinyStories --data_dir data/tinystories
     python recipes/prepare_data.py chat USER/NAME --model MODEL --sequence_length 1024 \\
         --data_dir data/chat
+    python recipes/prepare_data.py import nanoGPT/data/openwebtext --data_dir data/openwebtext
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
     python recipes/prepare_data.py push USER/NAME --data_dir data/mine
     python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs
@@ -24,6 +25,8 @@ After an interruption, the same command continues the preparation.
 - hf: a data set on the Hub with such files of rows.
 - chat: conversations from a data set on the Hub or from such files, in the chat template of
   `--model` or ChatML, packed into windows of `--sequence_length` tokens. See docs/chat.md.
+- import: token files of nanoGPT, build-nanogpt, llm.c, modded-nanogpt or datatrove, copied into
+  shards. A run that 0.5 began on such files goes on with the new folder.
 - mix: a mixture of prepared data, with the weight of each.
 - push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, or
   downloads it. `--data_dir hub:USER/NAME` trains on it. See docs/data.md.
@@ -43,7 +46,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpt2_accel import cli
 from gpt2_accel.data.conversations import (
-    plural,
     prepare_conversations,
     summary,
 )
@@ -68,6 +70,7 @@ from gpt2_accel.data.sources import (
     row_files,
     text_source,
 )
+from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.options import Parser
 from gpt2_accel.tokenizer import (
@@ -180,6 +183,7 @@ COMMANDS = {
     "fineweb-edu": Command(CORPUS + HUB_PART, "NAME", "?"),
     "openwebtext": Command(CORPUS + HUB_PART, "NAME", "?"),
     "chat": Command(HUB_PART + CONVERSATIONS, "FILE_OR_HUB_ID"),
+    "import": Command((), "FILE_OR_FOLDER"),
     "mix": Command((), "DATA_DIR=WEIGHT", "+"),
     "push": Command(("public",), "USER/NAME"),
     "pull": Command((), "USER/NAME"),
@@ -378,6 +382,7 @@ PREPARE = {
     "shakespeare": prepare_shakespeare,
     "shakespeare-char": prepare_shakespeare,
     "chat": prepare_chat,
+    "import": lambda options, command: import_tokens(options.source, options.data_dir, command),
     "push": push,
     "pull": pull,
 }
@@ -422,11 +427,7 @@ def show(data_dir: str) -> None:
 
 def verify(data_dir: str) -> None:
     """Checks the files of prepared data, and prints the result."""
-    count = verify_data(data_dir)
-    if "format" in read_manifest(data_dir):
-        print(f"all {count} shards are intact")
-    else:  # files of another trainer
-        print(f"{plural(count, 'file')} of the right size; there are no checksums to compare")
+    print(f"all {verify_data(data_dir)} shards are intact")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ def main(config_class: type[TrainConfig]) -> None:
     folder = Path(config.data_dir)
     if not (config.dry_run or config.data_dir.startswith(HUB) or folder.exists()):
         source = [KNOWN[folder.name]] if folder.name in KNOWN else ["text", "PATH"]
-        command = recipe_command("prepare_data", *source, "--data_dir", config.data_dir)
+        command = recipe_command("prepare-data", *source, "--data_dir", config.data_dir)
         raise FileNotFoundError(f"{folder} does not exist: make it by {command}")
     from gpt2_accel.train import train  # imports torch: --help and a wrong flag do not wait for it
 

@@ -138,7 +138,7 @@ def main() -> None:
     exists = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
     if not exists and not config.dry_run:
         arguments = ["hf", DATA, "--tokenizer", "gpt2", "--data_dir", config.data_dir]
-        command = recipe_command("prepare_data", *arguments)
+        command = recipe_command("prepare-data", *arguments)
         raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub

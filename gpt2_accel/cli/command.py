@@ -7,19 +7,31 @@ and sets its exit code.
 
 import os
 import platform
-import shlex
 import sys
-from collections.abc import Collection, Iterable
+from itertools import takewhile
 from pathlib import Path
 
-import gpt2_accel
-from gpt2_accel import cli
+from gpt2_accel import __version__, cli
 from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
-from gpt2_accel.runtime.recipe_command import COMMANDS, folder
+from gpt2_accel.runtime.recipe_command import IN_PROCESS, folder
 
-HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
 
-{commands}
+def by_name(where: str, pattern: str) -> dict[str, Path]:
+    """Returns the files of a shipped folder by their name, with hyphens and without suffix."""
+    return {hyphened(path.stem): path for path in sorted(folder(where).glob(pattern))}
+
+
+def hyphened(name: str) -> str:
+    """Returns a name with hyphens for underscores."""
+    return name.replace("_", "-")
+
+
+CONFIGS = by_name("accelerate_configs", "*.yaml")
+RECIPES = by_name("recipes", "*.py")
+SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
+SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
+HELP = f"""usage: gpt2-accel RECIPE [--help | settings], or gpt2-accel COMMAND
+
   launch CONFIG RECIPE    train with another launch config than the one that fits, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
@@ -27,30 +39,15 @@ HELP = """usage: gpt2-accel COMMAND [--help | settings], or gpt2-accel --version
   doctor                  print versions, devices and the launch config that fits, for a report
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
+  --version               print the version
 
 CONFIG is a file or one of
-  {configs}
-Flags of Accelerate's launcher may stand between CONFIG and RECIPE, which may be a .py file.
-`config` also prints
-  {settings}
+  {" ".join(CONFIGS)}
+Flags of Accelerate's launcher may stand between CONFIG and RECIPE. `config` also prints
+  {" ".join(SETTINGS)}
+
+RECIPE is a .py file, push or import (short for push-to-hub and import-checkpoint), or one of
 """
-
-
-def by_name(where: str, *suffixes: str) -> dict[str, Path]:
-    """Returns the files of a shipped folder by their `command_name`."""
-    paths = sorted(folder(where).iterdir())
-    return {command_name(path): path for path in paths if path.suffix in suffixes}
-
-
-def command_name(path: Path) -> str:
-    """Returns the name of a file with hyphens for underscores and without suffix."""
-    return path.stem.replace("_", "-")
-
-
-CONFIGS = by_name("accelerate_configs", ".yaml")
-RECIPES = by_name("recipes", ".py")
-SETTINGS = by_name("recipes", ".yaml", ".ipynb")
-TRAINED = [name for name, path in RECIPES.items() if path.stem not in COMMANDS.values()]
 
 
 def main() -> None:
@@ -60,39 +57,22 @@ def main() -> None:
 
 def run_command(words: list[str]) -> None:
     """Runs a command with its arguments. Raises `ValueError` if a name is unknown or missing."""
-    if not words:
-        words = ["--help"]
-    command, *args = words
-    if command in ("-h", "--help"):
-        print(help_text(), end="")
-    elif command == "--version":
-        print(f"gpt2_accel {gpt2_accel.__version__}")
-    elif command in COMMANDS:
-        start(folder("recipes") / f"{COMMANDS[command]}.py", *args)
-    elif command == "launch":
-        launch(*args)
-    elif command == "config":
-        print_config(*args)
-    elif command == "doctor":
-        doctor()
-    elif is_recipe(command, TRAINED):
-        launch(command, *args)
+    command, *args = words or ["--help"]
+    name = hyphened(SHORT.get(command, command))
+    if name in IN_PROCESS:
+        start(RECIPES[name], *args)
+    elif command in OTHERS:
+        OTHERS[command](*args)
     else:
-        names = TRAINED + list(COMMANDS) + ["launch", "config", "doctor"]
-        raise ValueError(unknown("command", command, names))
+        launch(*words)
 
 
-def help_text() -> str:
-    """Returns the text of `gpt2-accel --help`."""
-    stems = {name: RECIPES[name].stem for name in TRAINED} | COMMANDS
-    commands = []
-    for name, stem in stems.items():
-        text = (folder("recipes") / f"{stem}.py").read_text(encoding="utf-8")
-        summary = text.removeprefix('"""').partition("\n")[0].removesuffix(".")
-        commands.append(f"  {name:24}{summary}")
-    return HELP.format(
-        commands="\n".join(commands), configs=" ".join(CONFIGS), settings=" ".join(SETTINGS)
-    )
+def print_help(*_: str) -> None:
+    """Prints the recipes, the other commands and the shipped files."""
+    print(HELP)
+    for name, path in RECIPES.items():
+        summary = path.read_text(encoding="utf-8").partition(".\n")[0].removeprefix('"""')
+        print(f"  {name:24}{summary}")
 
 
 def launch(*args: str) -> None:
@@ -101,89 +81,77 @@ def launch(*args: str) -> None:
     `args` are a launch config, flags of the launcher, a recipe and its settings. A recipe without a
     launch config takes the one that fits this machine; a line on stderr names it.
     """
-    recipes = [i for i, word in enumerate(args) if is_recipe(word, RECIPES)]
-    if not recipes:
-        raise ValueError(unknown("recipe in", " ".join(args), RECIPES))
-    at = recipes[0]
-    recipe = find("recipe", args[at], RECIPES)
-    options = args[at + 1 :]
-    if "-h" in options or "--help" in options:  # needs no launcher, which takes seconds
+    chosen = list(
+        takewhile(lambda word: word[-3:] != ".py" and hyphened(word) not in RECIPES, args)
+    )
+    if len(chosen) == len(args):
+        raise ValueError(
+            f"there is no recipe in {' '.join(args)!r}: choose one of {', '.join(RECIPES)}"
+        )
+    name, *options = args[len(chosen) :]
+    recipe = find(name, RECIPES)
+    if "--help" in options:  # needs no launcher, which takes seconds
         start(recipe, "--help")
         return
-    chosen = list(args[:at])
     if not chosen or chosen[0].startswith("-"):
         chosen = fitting_launch() + chosen
-        line = f"gpt2-accel launch {shlex.join(chosen)} {shlex.quote(args[at])}"
-        print(f"{line}: the launch config that fits this machine", file=sys.stderr, flush=True)
-    config, *flags = chosen
-    path = find("launch config", config, CONFIGS)
-    # -P: a file in the working directory must not be imported in place of a library.
-    launcher = ("-P", "-m", "accelerate.commands.launch", "--config_file", path)
-    start(*launcher, *flags, recipe, *options)
-
-
-def is_recipe(word: str, names: Collection[str]) -> bool:
-    """Whether a word of a command line names one of the recipes, or a file of Python."""
-    return word.endswith(".py") or word.replace("_", "-") in names
+        print("launch config:", *chosen, file=sys.stderr)
+    start(
+        "-P",  # a file in the working directory must not be imported in place of a library
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        find(chosen[0], CONFIGS),
+        *chosen[1:],
+        recipe,
+        *options,
+    )
 
 
 def print_config(*args: str) -> None:
     """Prints a launch config, or the settings or the notebook of a recipe."""
-    if len(args) != 1:
-        raise ValueError("config needs one name: gpt2-accel config cpu")
-    path = find("config", args[0], CONFIGS | SETTINGS)
-    print(path.read_text(encoding="utf-8"), end="")
+    path = find(" ".join(args), CONFIGS | SETTINGS)
+    sys.stdout.write(path.read_text(encoding="utf-8"))
 
 
 def start(*arguments: str | Path) -> None:
     """Replaces this process by Python with `arguments`."""
-    command = [sys.executable]
-    command += map(str, arguments)
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, *map(str, arguments)])
 
 
-def find(kind: str, name: str, shipped: dict[str, Path]) -> Path:
+def find(name: str, shipped: dict[str, Path]) -> Path:
     """Returns the user's file of this name, or else the shipped one.
 
     Raises `ValueError` if there is neither.
     """
-    path = Path(name)
-    if path.is_file():
-        return path
-    if path.parent.name or command_name(path) not in shipped:
-        raise ValueError(unknown(kind, name, shipped))
-    return shipped[command_name(path)]
-
-
-def unknown(kind: str, given: str, names: Iterable[str]) -> str:
-    """Returns the message about words that name nothing, with the known names."""
-    return f"there is no {kind} {given!r}: choose one of {', '.join(names)}"
+    if Path(name).is_file():
+        return Path(name)
+    known = hyphened(name).partition(".")[0]
+    if known not in shipped:
+        raise ValueError(f"{name!r} is not a file: choose one of {', '.join(shipped)}")
+    return shipped[known]
 
 
 def fitting_launch() -> list[str]:
-    """Returns the launch config that fits this machine, and the launcher's flags that it needs."""
+    """Returns the launch config that fits this machine, and the launcher's flags that it needs.
+
+    A CPU with bf16 units also gets `cpu`: compiled bf16, which is faster, takes a minute to start.
+    """
     if not may_have_gpu():
         return ["cpu"]
     from gpt2_accel.runtime.device import accelerator_count, has_bf16, launch_device
 
     device = launch_device()
-    return launch_for(device.type, accelerator_count(), has_bf16(device))
-
-
-def launch_for(kind: str, gpus: int, bf16: bool) -> list[str]:
-    """Returns the launch config and flags for `gpus` devices of a type such as `cuda`.
-
-    A CPU with bf16 units also gets `cpu`: compiled bf16, which is faster, takes a minute to start.
-    """
-    if kind in ("cpu", "mps"):
-        return [kind]
+    bf16 = has_bf16(device)
+    gpus = accelerator_count()
+    if device.type in ("cpu", "mps"):
+        return [device.type]
     if gpus == 1:
-        return ["1xgpu"] if bf16 else ["1xt4-fp16"]
-    name = "8xa100" if bf16 else "2xt4-fp16"
-    return [name, "--num_processes", str(gpus)]
+        return ["1xgpu" if bf16 else "1xt4-fp16"]
+    return ["8xa100" if bf16 else "2xt4-fp16", "--num_processes", str(gpus)]
 
 
-def doctor() -> None:
+def doctor(*_: str) -> None:
     """Prints versions, machine, whether runs are compiled, and the launch config that fits."""
     from gpt2_accel.hf.model_card import installed_versions
     from gpt2_accel.runtime.device import (
@@ -196,13 +164,24 @@ def doctor() -> None:
     )
 
     device = launch_device()
-    bf16 = "with" if has_bf16(device) else "without"
-    print(", ".join(f"{name} {version}" for name, version in installed_versions().items()))
+    for name, version in installed_versions().items():
+        print(name, version)
     print(f"{platform.platform()}, {usable_cpus()} CPU cores")
-    memory = total_memory(device) / 1e9
-    devices = f"{accelerator_count() or 1} x {device_name(device)}"
-    print(f"{devices}, {memory:.0f} GB, {bf16} bf16 units")
-    if device.type == "cpu" and may_have_gpu():
+    print(
+        f"{accelerator_count() or 1} x {device_name(device)}, bf16 units: {has_bf16(device)}, "
+        f"{total_memory(device) / 1e9:.0f} GB of memory"
+    )
+    if device.type == "cpu":
         print(missing_gpu())
-    print(f"compiled: {inductor_problem(device) or 'yes'}")
-    print(f"launch config: {shlex.join(fitting_launch())}")
+    print("compiled:", inductor_problem(device) or "yes")
+    print("launch config:", *fitting_launch())
+
+
+OTHERS = {
+    "-h": print_help,
+    "--help": print_help,
+    "--version": lambda *_: print(f"gpt2_accel {__version__}"),
+    "launch": launch,
+    "config": print_config,
+    "doctor": doctor,
+}

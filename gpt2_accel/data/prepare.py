@@ -32,7 +32,6 @@ from gpt2_accel.data.shards import (
     read_manifest,
 )
 from gpt2_accel.data.sources import ChangedSource, Source, one_text, text_source, texts
-from gpt2_accel.data.third_party import tokenizer_entry
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
     disk_errors,
@@ -385,6 +384,18 @@ def write_folder(
     sync_tree(work)
     work.rename(data_dir)
     sync(data_dir.parent)
+
+
+def tokenizer_entry(
+    tokenizer: "PreTrainedTokenizerBase", name: str, marks: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the manifest entry of a tokenizer; `marks` holds the token between documents."""
+    return {
+        "name": name,
+        "vocab_size": len(tokenizer),
+        "fingerprint": fingerprint(tokenizer),
+        "end_of_text": marks[0] if marks else None,
+    }
 
 
 def plan_of(sources: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", *options: Any) -> str:

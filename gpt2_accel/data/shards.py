@@ -43,9 +43,12 @@ where `targets` is a version 1 shard with the number of counted tokens of each w
 `"pairs": true` the first half of a window is a prompt with its chosen answer, the second half the
 prompt with the rejected answer, and each window counts as 1.
 
-A folder of other trainers' token files (`third_party.py`) has no manifest: it is made from the
-files. The manifest of a mixture has `"mixture": [{"data_dir": …, "weight": …}, …]` with paths
-relative to it, and no shards; its version is 2 if a part has version 2.
+The manifest of imported token files (`third_party.py`) has `"documents": null`, `"bytes": null`,
+and in `"imported"` the splits of the original files: shards with an `offset` in bytes and no
+checksum, as 0.5 read them in place.
+
+The manifest of a mixture has `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to
+it, and no shards; its version is 2 if a part has version 2.
 """
 
 import hashlib
@@ -60,13 +63,12 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.documents import text_digest
-from gpt2_accel.data.third_party import OWN_MAGIC as MAGIC
-from gpt2_accel.data.third_party import find_tokenizer, third_party_manifest
 from gpt2_accel.runtime.files import check_pointer, parse_json, plain_name, sync
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.runtime.recipe_command import recipe_command
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint, load_tokenizer
 
+MAGIC = b"GPT2TOKS"
 VERSION = 1
 PACKED_VERSION = 2
 # The bits of a token in version 2, above its id.
@@ -181,16 +183,13 @@ def read_manifest(data_dir: str | Path) -> dict:
     folder = folder_of(data_dir)
     path = folder / DATA_MANIFEST
     if not path.is_file():
-        manifest = third_party_manifest(folder)
-        if manifest is None:
-            command = recipe_command(
-                "prepare_data", "text", "FILE_OR_FOLDER", "--data_dir", "NEW_FOLDER"
-            )
-            raise FileNotFoundError(
-                f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare "
-                f"text first, by {command}"
-            )
-        return manifest
+        command = recipe_command("prepare-data")
+        raise FileNotFoundError(
+            f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare text by "
+            f"{command} text FILE_OR_FOLDER --data_dir NEW_FOLDER, or another trainer's token "
+            f"files, also to continue a run on them, by {command} import {folder} --data_dir "
+            "NEW_FOLDER"
+        )
     check_pointer(path)
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         manifest = parse_json(path.read_bytes())
@@ -220,11 +219,12 @@ class TokenStream:
     All shards are checked when it is opened. `tokens` is the length, `bytes` the UTF-8 bytes of the
     text (None if unknown), `vocab_size` the size of the vocabulary. `sequence_length` is the length
     of the windows of conversations, and `targets`, (windows,) int64, what each window counts; both
-    are None for text. Raises `ValueError` if the split does not exist.
+    are None for text. `manifest` describes a folder that has none. Raises `ValueError` if the split
+    does not exist.
     """
 
-    def __init__(self, data_dir: str | Path, split: str):
-        manifest = read_manifest(data_dir)
+    def __init__(self, data_dir: str | Path, split: str, manifest: dict | None = None):
+        manifest = manifest or read_manifest(data_dir)
         splits = manifest["splits"]
         if split not in splits:
             raise ValueError(f"{data_dir} has no split {split!r}, only {', '.join(splits)}")
@@ -277,24 +277,27 @@ class TokenStream:
 # A data folder
 
 
-def data_fingerprint(data_dir: str | Path) -> str:
-    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums."""
+def data_fingerprint(data_dir: str | Path, splits: str = "splits") -> str:
+    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums.
+
+    With `splits` of "imported" it is the fingerprint that 0.5 recorded for the original files.
+    """
     manifest = read_manifest(data_dir)
-    content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
+    content = [manifest["tokenizer"], manifest["dtype"], manifest.get(splits, manifest["splits"])]
     if "mixture" in manifest:
         for folder, _, weight in read_parts(data_dir):
-            content += [weight, data_fingerprint(folder)]
+            content += [weight, data_fingerprint(folder, splits)]
     return text_digest(json.dumps(content, sort_keys=True))
 
 
 def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data: from its folder, else the one that the manifest names.
+    """Loads the tokenizer of prepared data.
 
     Raises `FileNotFoundError` if it is missing, `ValueError` if it did not make the tokens.
     """
     manifest = read_manifest(data_dir)
     folder = folder_of(data_dir) / "tokenizer"
-    tokenizer = find_tokenizer(str(manifest["tokenizer"].get("name")), folder)
+    tokenizer = load_tokenizer(folder)
     same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
     if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
         raise ValueError(
@@ -315,7 +318,7 @@ def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
     if wanted and not has_pairs:
         raise ValueError(
             f"{data_dir} holds no pairs of answers: prepare some by "
-            f"{recipe_command('prepare_data', 'chat')} FILE --pairs"
+            f"{recipe_command('prepare-data', 'chat')} FILE --pairs"
         )
 
 
@@ -338,21 +341,18 @@ def check_tokenizer(
 def verify_data(data_dir: str | Path) -> int:
     """Checks the checksums of all shards and the tokenizer; returns the number of shards.
 
-    Other trainers' files have no checksums: only their sizes are checked. Raises `ValueError` if a
-    shard or the tokenizer has changed.
+    Raises `ValueError` if a shard or the tokenizer has changed.
     """
-    if "format" in read_manifest(data_dir):
-        load_data_tokenizer(data_dir)
+    load_data_tokenizer(data_dir)
     shards = []
     for folder, manifest, _ in read_parts(data_dir):
         shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
     for folder, kind, shard in progress(shards, "verifying", len(shards)):
         read_shard(folder, TOKEN_DTYPES[kind], shard, 0, 0)
         path = folder / shard["file"]
-        expected = shard["sha256"]
         with open(path, "rb") as file:
             file.seek(HEADER.size)
-            if expected and hashlib.file_digest(file, "sha256").hexdigest() != expected:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                 raise ValueError(
                     f"{path} does not match its checksum: remove the folder and prepare or pull "
                     "the data again"

@@ -1,4 +1,4 @@
-"""Reads the token files of other trainers without a conversion.
+"""Imports the token files of other trainers into a data folder.
 
 | trainer               | files                             | content                             |
 |-----------------------|-----------------------------------|-------------------------------------|
@@ -8,216 +8,118 @@
 | datatrove             | `00000_00000_doc_shuffled.ds` and | uint16 or uint32 ids; two lines:    |
 |                       | `….ds.metadata`                   | `TOKENIZER|BYTES PER ID`, tokens    |
 
-The names of the first two give the split. Their uint16 ids are of GPT-2's BPE, llm.c's uint32 ids
-of the tokenizer in the folder's `tokenizer/`. datatrove's `DocumentTokenizer` and
+The names of the first two give the split. Their ids are of the tokenizer in the folder's
+`tokenizer/`; without it uint16 ids are of GPT-2's BPE. datatrove's `DocumentTokenizer` and
 `DocumentTokenizerMerger` write files with any tokenizer. The last 5% of their tokens, at most
 `MOST_HELD_OUT`, are the validation split. None of these files has checksums or a count of the
 text's bytes.
 """
 
-import functools
-import math
-import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from gpt2_accel.data.prepare import make_data, plan_of, tokenizer_entry
+from gpt2_accel.data.shards import MAGIC, VERSION, ShardWriter, TokenStream
+from gpt2_accel.data.sources import state_of
+from gpt2_accel.runtime.progress import progress
+from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer, text_ends, text_start
 
-from gpt2_accel.tokenizer import (
-    GPT2_FINGERPRINT,
-    GPT2_VOCAB_SIZE,
-    PreTrainedTokenizerBase,
-    fingerprint,
-    gpt2_tokenizer,
-    load_tokenizer,
-    text_ends,
-    text_start,
-)
-
-NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin")
-LLMC_HEADER = 256 * 4  # bytes
-U2 = np.dtype("<u2")
-U4 = np.dtype("<u4")
-HEADERS: dict[tuple, np.dtype] = {(20240520, 1): U2, (20240801, 7): U4}  # magic and version -> ids
-PROBED = 2048  # pairs of 16-bit values at each end of a file that show whether its ids are wider
-OWN_MAGIC = b"GPT2TOKS"  # shards.py writes it
+NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin|.*\.ds")
+# The first 8 of 1,024 bytes: the magics 20240520 and 20240801, the versions 1 and 7.
+HEADERS = {b"\x88\xd84\1\1\0\0\0": 2, b"\xa1\xd94\1\7\0\0\0": 4}  # -> bytes per id
+PROBED = 2**22  # bytes that show whether ids without a header are wider than 16 bits
 MOST_HELD_OUT = 10_000_000  # tokens
-GPT2_NAMES = "gpt2", "openai-community/gpt2"
-GPT2 = {
-    "name": "gpt2",
-    "vocab_size": GPT2_VOCAB_SIZE,
-    "fingerprint": GPT2_FINGERPRINT,
-    "end_of_text": GPT2_VOCAB_SIZE - 1,
-}
+CHUNK = 2**24  # tokens in memory, and in a shard
 
 
-File = tuple[str, str, int, int]
-"""A part of a token file: split, file name, number of tokens, offset of the first in bytes."""
+def import_tokens(source: str, data_dir: str | Path, command: str) -> dict:
+    """Copies the token files of another trainer, a file or a folder, into the folder `data_dir`.
 
-
-def third_party_manifest(folder: Path) -> dict | None:
-    """Returns a manifest of a folder of other trainers' token files, None if it holds none.
-
-    Shards have an `offset` (in bytes) and no checksum. Raises `ValueError` for files that cannot be
-    read, and `FileNotFoundError` if datatrove's tokenizer is not found.
+    The tokens and their order stay the same. Returns the manifest; its `imported` has the splits
+    as 0.5 described them, which trained on the files as they are. Raises `ValueError` if a file is
+    damaged or of another format, or has ids that the tokenizer does not have, `FileNotFoundError`
+    if there is no tokenizer, and what `make_data` raises.
     """
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    datatrove = [name for name in names if name.endswith(".ds")]
-    named = [name for name in names if NAME.fullmatch(name)]
-    if datatrove:
-        tokenizer, dtype, files = datatrove_files(folder, datatrove)
-    elif named:
-        tokenizer, dtype, files = named_files(folder, named)
-    else:
-        return None
+    path = Path(source)
+    paths = sorted([path, *path.glob("*")])
+    files = {path: read_header(path) for path in paths if NAME.fullmatch(path.name)}
+    kinds = {file[:2] for file in files.values()}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"{source} holds token files of {len(kinds)} kinds {sorted(kinds)}: give files of one, "
+            "with names as train.bin, val.bin, fineweb_train_000001.bin or 000_datatrove.ds"
+        )
+    [(name, width)] = kinds
+    folder = min(files).parent
+    own = folder / "tokenizer"
+    where = own if name == "tokenizer/" or own.is_dir() else name.removesuffix("/tokenizer.json")
+    tokenizer = gpt2_tokenizer() if where == "gpt2" else load_tokenizer(where)
+    marks = text_start(tokenizer)
+    left = sum(file[2] for file in files.values())
+    left -= min(left // 20, MOST_HELD_OUT)  # datatrove's tokens for training
     splits: dict[str, dict] = {}
-    for split, name, tokens, offset in files:
-        new: dict[str, Any] = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
-        entry = splits.setdefault(split, new)
-        entry["tokens"] += tokens
-        shard = {"file": name, "tokens": tokens, "offset": offset, "sha256": None}
-        entry["shards"].append(shard)
-    return {
-        "version": 1,
-        "tokenizer": tokenizer,
-        "dtype": dtype.name,
+    for path, (_, _, tokens, offset) in files.items():
+        parts = {NAME.sub(r"\1", path.name): tokens}
+        if path.suffix == ".ds":
+            marks = text_ends(tokenizer)[-1:]  # a token follows each document
+            train = min(tokens, left)
+            left -= train
+            parts = {"train": train, "val": tokens - train}
+        for split, count in parts.items():
+            new: dict[str, Any] = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
+            entry = splits.setdefault(split, new)
+            entry["tokens"] += count
+            shard = {"file": path.name, "tokens": count, "offset": offset, "sha256": None}
+            entry["shards"].append(shard)
+            offset += count * width
+    manifest = {
+        "version": VERSION,
+        "dtype": f"uint{8 * width}",
+        "tokenizer": tokenizer_entry(tokenizer, name, marks),
         "splits": splits,
-        "source": f"{folder} as it is",
+        "imported": splits,
     }
 
+    def write(target: Path, record: dict) -> dict:
+        copied = {}
+        for split, entry in splits.items():
+            stream = TokenStream(folder, split, manifest)
+            shards: list[dict] = []
+            starts = range(0, stream.tokens, CHUNK)
+            for start in progress(starts, f"importing {split}", len(starts)):
+                writer = ShardWriter(target / f"{split}_{len(shards):06d}.bin", stream.dtype)
+                writer.append(stream.read(start, min(CHUNK, stream.tokens - start)))
+                shards.append(writer.close())
+            copied[split] = entry | {"shards": shards}
+        return manifest | {"splits": copied}
 
-def named_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
-    """Returns the tokenizer's manifest entry, dtype and parts of nanoGPT's or llm.c's files."""
-    if (folder / "meta.pkl").exists():
-        raise ValueError(
-            f"{folder} is one of nanoGPT's character-level data sets, whose vocabulary is in a "
-            "pickle, which could run code: make it from the text, by prepare_data.py "
-            "shakespeare-char --input"
-        )
-    files = []
-    dtypes = set()
-    for name in names:
-        dtype, tokens, offset = find_tokens(folder / name)
-        dtypes.add(dtype)
-        match = NAME.fullmatch(name)
-        assert match is not None
-        files.append((match[1], name, tokens, offset))
-    if dtypes == {U2}:
-        return GPT2, U2, files
-    tokenizer_dir = folder / "tokenizer"
-    if U2 in dtypes or not tokenizer_dir.is_dir():
-        raise ValueError(
-            f"{folder} holds uint32 token ids, whose tokenizer is not named: give them a folder "
-            "of their own, and put the tokenizer's files, such as tokenizer.json, into "
-            f"{tokenizer_dir}"
-        )
-    # llm.c puts BOS before each document.
-    return named_tokenizer("tokenizer/", tokenizer_dir, begins=True), U4, files
+    plan = plan_of([manifest, [state_of(str(path)) for path in files]], tokenizer)
+    return make_data(write, tokenizer, data_dir, plan, source=source, command=command)
 
 
-def find_tokens(path: Path) -> tuple[np.dtype, int, int]:
-    """Returns dtype, number and offset (bytes) of the ids in nanoGPT's or llm.c's file."""
+def read_header(path: Path) -> tuple[str, int, int, int]:
+    """Returns a file's tokenizer, bytes per id, number of ids and offset of the first in bytes.
+
+    Raises `ValueError` if the file has another format.
+    """
+    if path.suffix == ".ds":
+        kind, count, *_ = Path(f"{path}.metadata").read_text().splitlines()
+        name, _, size = kind.removeprefix("openai-community/").partition("|")
+        return name, int(size or 2), int(count), 0  # older versions have no width
     with open(path, "rb") as file:
-        start = file.read(12)
-    if start.startswith(OWN_MAGIC):
-        raise FileNotFoundError(
-            f"{path.parent}/manifest.json is missing beside {path.name}: restore it, or prepare "
-            "the data again"
-        )
-    *kind, tokens = np.frombuffer(start.ljust(12, b"\0"), "<i4").tolist()
-    dtype = HEADERS.get(tuple(kind))
-    if dtype:
-        return dtype, tokens, LLMC_HEADER
-    if kind[0] // 10_000 == 2024:  # GPT-2 has no ids with these bytes
+        start = file.read(PROBED)
+    width = HEADERS.get(start[:8])
+    if width:
+        tokens = int.from_bytes(start[8:12], "little")
+        return "gpt2" if width == 2 else "tokenizer/", width, tokens, 1024
+    # The third byte of 32-bit ids is that small.
+    wide = max(start[2::4], default=0) < 8
+    if wide or start.startswith(MAGIC) or path.with_name("meta.pkl").exists():
         raise ValueError(
-            f"{path} has a header of llm.c with magic and version {kind}, but token files have "
-            f"one of {list(HEADERS)}: leave the file out, or write it again"
+            f"{path} does not hold uint16 ids of GPT-2's BPE, by its beginning or meta.pkl: "
+            "prepare nanoGPT's characters by prepare_data.py shakespeare-char --input, write wider "
+            "ids as llm.c does, and restore the manifest.json of this package's shards"
         )
-    size = path.stat().st_size
-    pairs = size // (2 * U2.itemsize)
-    first = np.fromfile(path, U2, 2 * PROBED)
-    last = np.fromfile(path, U2, 2 * PROBED, offset=4 * max(0, pairs - PROBED))
-    upper = np.append(first[1::2], last[1::2])
-    if pairs and (upper < 4).all():  # upper halves of 32-bit ids are that small
-        raise ValueError(
-            f"{path} holds token ids of more than 16 bits without a header: write them as llm.c "
-            "does for Llama 3, or as uint16"
-        )
-    # Rounded up, so that a file that ends in the middle of a token is refused when it is opened.
-    return U2, math.ceil(size / U2.itemsize), 0
-
-
-def datatrove_files(folder: Path, names: list[str]) -> tuple[dict, np.dtype, list[File]]:
-    """Returns the tokenizer's manifest entry, the dtype and the parts of datatrove's files."""
-    sizes = {}
-    kinds = set()
-    for name in names:
-        try:
-            kind, size, *_ = (folder / f"{name}.metadata").read_text().splitlines()
-            sizes[name] = int(size)
-            kinds.add(kind)
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(
-                f"{folder / name} has no readable {name}.metadata, which names its tokenizer: let "
-                "datatrove finish"
-            ) from error
-    if len(kinds) > 1:
-        raise ValueError(
-            f"{folder} holds tokens of several tokenizers, {sorted(kinds)}: give each a folder"
-        )
-    source, _, width = kinds.pop().partition("|")
-    dtype = np.dtype(f"<u{width or 2}")  # older versions have no width
-    tokenizer = named_tokenizer(source, folder / "tokenizer")
-    total = sum(sizes.values())
-    left = total - min(total // 20, MOST_HELD_OUT)  # tokens for training
-    files = []
-    for name, tokens in sizes.items():
-        train = min(tokens, left)
-        left -= train
-        files.append(("train", name, train, 0))
-        files.append(("val", name, tokens - train, train * dtype.itemsize))
-    return tokenizer, dtype, files
-
-
-@functools.lru_cache(maxsize=4)
-def named_tokenizer(name: str, folder: Path, begins: bool = False) -> dict:
-    """Returns the manifest entry of a tokenizer that `find_tokenizer` loads.
-
-    `end_of_text` is the token that begins each document if `begins`, else the one that follows it.
-    """
-    if name in GPT2_NAMES:
-        return GPT2
-    tokenizer = find_tokenizer(name, folder)
-    marks = text_start(tokenizer) if begins else text_ends(tokenizer)[-1:]
-    return tokenizer_entry(tokenizer, name, marks)
-
-
-def tokenizer_entry(
-    tokenizer: "PreTrainedTokenizerBase", name: str, marks: Sequence[int]
-) -> dict[str, Any]:
-    """Returns the manifest entry of a tokenizer; `marks` holds the token between documents."""
-    return {
-        "name": name,
-        "vocab_size": len(tokenizer),
-        "fingerprint": fingerprint(tokenizer),
-        "end_of_text": marks[0] if marks else None,
-    }
-
-
-def find_tokenizer(name: str, folder: Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer in `folder` if there is one, else the tokenizer called `name`.
-
-    `name` is a name of GPT-2, a directory, a Hub id or a `tokenizer.json`. Raises
-    `FileNotFoundError` if it is not found, `ValueError` if it encodes differently in
-    `transformers`.
-    """
-    if folder.is_dir():
-        return load_tokenizer(folder)
-    if name in GPT2_NAMES:
-        return gpt2_tokenizer()
-    try:
-        return load_tokenizer(Path(name).parent if Path(name).is_file() else name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}: put the files of the tokenizer into {folder}") from error
+    # Rounded up, so that a file that ends in the middle of a token is refused.
+    return "gpt2", 2, (path.stat().st_size + 1) // 2, 0

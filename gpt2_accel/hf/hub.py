@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpt2_accel.hf.model_card import named_card
 from gpt2_accel.runtime.files import first_line, write_file
+from gpt2_accel.tokenizer import refuse_gguf
 
 # The functions that use the Hub import its client: that takes a fifth of a second, and most runs do
 # not need it.
@@ -63,6 +64,7 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    refuse_gguf(name)
     repo_id, _, revision = name.partition("@")
     try:
         folder = snapshot_download(

@@ -12,8 +12,8 @@ from gpt2_accel.data.shards import HUB, folder_of, read_manifest, verify_data
 from gpt2_accel.hf.hub import check_push, push
 from gpt2_accel.runtime.files import check_unused, first_line, write_file
 
-# Of `data/shards.py` and `data/third_party.py`; other data sets may be large.
-DATA_FILES = ["manifest.json", "tokenizer/*", "*.bin", "*.ds", "*.ds.metadata", "README.md"]
+# Other data sets may be large.
+DATA_FILES = ["manifest.json", "tokenizer/*", "*.bin", "README.md"]
 
 CARD = """---
 license: other
@@ -83,9 +83,8 @@ def pull_data(name: str, data_dir: str | Path) -> dict:
 def push_data(data_dir: str | Path, repo_id: str, *, private: bool) -> str:
     """Uploads a data folder, with a data set card in its `README.md` unless there is one.
 
-    First checks the shards. Other trainers' token files have no manifest and get none. Returns the
-    repository's URL. Raises `ValueError` if the folder holds no prepared data, if a shard is
-    damaged or if there is no login, `OSError` if the upload fails.
+    First checks the shards. Returns the repository's URL. Raises `ValueError` if the folder holds
+    no prepared data, if a shard is damaged or if there is no login, `OSError` if the upload fails.
     """
     data_dir = Path(data_dir)
     manifest = read_manifest(data_dir)

@@ -11,21 +11,11 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Sub-command of `gpt2-accel` -> the recipe that it runs in one process.
-COMMANDS = {
-    "prepare-data": "prepare_data",
-    "sample": "sample",
-    "evaluate": "evaluate",
-    "report": "report",
-    "demo": "demo",
-    "export": "export",
-    "push": "push_to_hub",
-    "import": "import_checkpoint",
-    "speed-ladder": "speed_ladder",
-    "compare": "compare",
-    "scaling-laws": "scaling_laws",
-    "python-conversations": "python_conversations",
-}
+# The recipes that run in one process, by their command of `gpt2-accel`; the others are launched.
+IN_PROCESS = """
+    prepare-data sample evaluate report demo export push-to-hub import-checkpoint speed-ladder
+    compare scaling-laws python-conversations
+""".split()  # noqa: SIM905
 
 
 def folder(name: str) -> Path:
@@ -35,10 +25,9 @@ def folder(name: str) -> Path:
 
 
 def recipe_command(recipe: str, *arguments: str | Path) -> str:
-    """Returns the shell command that runs `recipes/RECIPE.py` from the working directory."""
-    [name] = [name for name, script in COMMANDS.items() if script == recipe]
+    """Returns the shell command that runs a recipe of `IN_PROCESS` from the working directory."""
     console = Path(sys.executable).with_name("gpt2-accel")
-    return shlex.join([program(console), name, *map(str, arguments)])
+    return shlex.join([program(console), recipe, *map(str, arguments)])
 
 
 def program(path: Path) -> str:

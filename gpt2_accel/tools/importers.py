@@ -1,17 +1,21 @@
-"""Importer for the `.pt` checkpoints of nanoGPT and build-nanogpt."""
+"""Importers for GGUF files and for the `.pt` checkpoints of nanoGPT and build-nanogpt."""
 
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpt2_accel.hf.any_model import any_config, open_class
 from gpt2_accel.hf.gpt2 import MATRICES
 from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.gpt2 import GPTConfig
-from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
+from gpt2_accel.runtime.files import sentence
+from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
 
 class PickledConfig:
@@ -79,3 +83,31 @@ def load_pickle(path: Path) -> Any:
             f"{path} is damaged, or contains objects other than tensors and plain values, which "
             "could run code: copy the file again, or save only its state dict and its arguments"
         ) from error
+
+
+def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+    """Loads the model, dequantized to fp32, and the tokenizer of a GGUF file by `transformers`.
+
+    Takes minutes if the vocabulary is large. Raises `ValueError` if `transformers` or this package
+    does not support the model, or if the file is damaged or lacks tensors, `FileNotFoundError` if
+    there is none.
+    """
+    from transformers import AutoTokenizer
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file: give a .gguf file")
+    print(f"reading {path} to fp32, which takes minutes for a large vocabulary", file=sys.stderr)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        inner, report = open_class(path.parent, gguf_file=path.name, output_loading_info=True)
+    except Exception as error:  # the libraries raise several types
+        raise ValueError(
+            f"transformers cannot read {path}: {sentence(error)}; it needs pip install "
+            "'gguf>=0.10', and a GGUF file of a model that it supports"
+        ) from error
+    if report["missing_keys"]:
+        raise ValueError(f"{path} lacks {min(report['missing_keys'])}: download it again")
+    inner.hf_quantizer = None  # the weights are no longer quantized
+    inner.is_quantized = False
+    del inner.config.quantization_config
+    return AnyModel(any_config(inner.config.to_dict(), "of a GGUF file", None), inner), tokenizer

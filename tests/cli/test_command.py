@@ -34,11 +34,13 @@ def started(monkeypatch):
     return start
 
 
-def test_every_recipe_is_a_command_or_launched(started):
-    for name, recipe in recipe_command.COMMANDS.items():
-        assert started(name, "--x", "1") == [str(RECIPES / f"{recipe}.py"), "--x", "1"]
-    launched = {path.stem for path in RECIPES.glob("*.py")} - set(recipe_command.COMMANDS.values())
-    assert launched == {name.replace("-", "_") for name in command.TRAINED}
+def test_recipes_of_one_process_run_without_a_launcher(started):
+    for name in recipe_command.IN_PROCESS:
+        recipe = str(RECIPES / f"{name.replace('-', '_')}.py")
+        assert started(name, "--x", "1") == [recipe, "--x", "1"]
+    assert started("push") == [str(RECIPES / "push_to_hub.py")]
+    assert started("import") == [str(RECIPES / "import_checkpoint.py")]
+    assert {*command.RECIPES} > {*recipe_command.IN_PROCESS}
 
 
 def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
@@ -48,7 +50,7 @@ def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
     monkeypatch.setattr(command, "may_have_gpu", lambda: True)
     command.run_command(["doctor"])
     output = capsys.readouterr().out
-    for words in (f"torch {torch.__version__}", "1 x cpu, 80 GB", "no C++ compiler"):
+    for words in (f"torch {torch.__version__}", "1 x cpu", "80 GB", "no C++ compiler"):
         assert words in output
     assert output.endswith("launch config: cpu\n")
 
@@ -91,15 +93,20 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
         ("cuda", 4, True, "8xa100 --num_processes 4"),
     ],
 )
-def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected):
-    assert " ".join(command.launch_for(kind, gpus, bf16)) == expected
+def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected, monkeypatch):
+    monkeypatch.setattr(command, "may_have_gpu", lambda: True)
+    monkeypatch.setattr(device, "launch_device", lambda: torch.device(kind))
+    answers = {"accelerator_count": gpus, "has_bf16": bf16}
+    monkeypatch.setenv(device.OVERRIDES, json.dumps(answers))
+    assert " ".join(command.fitting_launch()) == expected
     assert expected.split()[0] in command.CONFIGS
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sampel --model x", "no command 'sampel': choose one of .*sample,"),
+        ("sampel --model x", "no recipe in 'sampel --model x': choose one of .*sample,"),
+        ("README.md", "no recipe in 'README.md'"),
         ("launch cpu pretrian_124m", "choose one of .*pretrain-124m,"),
         ("launch 8xa10 quickstart", "choose one of .*8xa100,"),
         ("config nanogpt_openwebtxt", "choose one of .*nanogpt-openwebtext,"),
@@ -131,5 +138,5 @@ def test_help_names_everything_and_imports_no_library():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.endswith("set()\n")
     assert not done.stderr
-    for names in (recipe_command.COMMANDS, command.TRAINED, command.CONFIGS, command.SETTINGS):
+    for names in (command.RECIPES, command.CONFIGS, command.SETTINGS):
         assert [name for name in names if name not in done.stdout] == []

@@ -1,18 +1,31 @@
-"""Token files of other trainers open and train as they are."""
+"""Token files of other trainers are imported; runs that 0.5 began on them go on."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import make_text, refused, run, tiny_config, write_lines
+from conftest import (
+    contents,
+    losses,
+    make_text,
+    refused,
+    run,
+    tiny_config,
+    write_lines,
+)
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from gpt2_accel.checkpoint.find import read_state
+from gpt2_accel.data import third_party
+from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import (
     TokenStream,
     data_fingerprint,
     load_data_tokenizer,
-    read_manifest,
     verify_data,
 )
+from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.tokenizer import char_tokenizer, fingerprint, save_tokenizer, train_bpe
 
 TOKENS = np.random.default_rng(0).integers(0, 50257, 5000).astype("<u2")
@@ -42,34 +55,84 @@ def with_headers(ids, **header):
 SHOUTS = np.array([*TOKENS[:4000], *[50256, 0] * 3000, *TOKENS[4000:]], "<u2")
 
 
+def imported(source, data_dir):
+    """Returns the manifest of the token files of `source`, imported into `data_dir`."""
+    return import_tokens(str(source), data_dir, "the command")
+
+
 @pytest.mark.parametrize(
-    ("files", "ids"),
+    ("files", "ids", "fingerprint_05"),
     [
-        (headerless(TOKENS), TOKENS),
-        (headerless(SHOUTS), SHOUTS),
-        (with_headers(TOKENS), TOKENS),
-        (with_headers(WIDE, **LLAMA_3), WIDE),
+        (headerless(TOKENS), TOKENS, "3238a310a6d9901a"),
+        (headerless(SHOUTS), SHOUTS, "c84b1e9e865f2508"),
+        (with_headers(TOKENS), TOKENS, "5d2b7d4941d3a43d"),
+        (with_headers(WIDE, **LLAMA_3), WIDE, "3a95c321f613bbef"),
     ],
     ids=["nanoGPT", "shouts", "llm.c", "Llama 3"],
 )
-def test_files_of_other_trainers_are_read_without_conversion(tmp_path, files, ids, characters):
+def test_token_files_of_other_trainers_are_imported(
+    tmp_path, monkeypatch, files, ids, fingerprint_05, characters
+):
+    source, data = tmp_path / "theirs", tmp_path / "ours"
+    source.mkdir()
     for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    if sum(map(len, files.values())) >= 4 * len(ids):
-        with refused("tokenizer.json, into .*/tokenizer"):
-            read_manifest(tmp_path)
-        (tmp_path / "tokenizer").symlink_to(characters)
-        assert read_manifest(tmp_path)["tokenizer"]["vocab_size"] == 71_000
-    else:
-        assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
-    train, val = (TokenStream(tmp_path, split) for split in ("train", "val"))
+        (source / name).write_bytes(content)
+    if "3a95" in fingerprint_05:
+        with refused("tokenizer holds no tokenizer"):
+            imported(source, data)
+        (source / "tokenizer").symlink_to(characters)
+    before = contents(source)
+    monkeypatch.setattr(third_party, "CHUNK", 1500)  # tokens of a shard
+    for _ in range(2):  # a second start finds the folder
+        end_of_text = imported(source, data)["tokenizer"]["end_of_text"]
+    assert contents(source) == before
+    assert end_of_text == (None if "3a95" in fingerprint_05 else 50256)
+    train, val = (TokenStream(data, split) for split in ("train", "val"))
     assert train.read(0, train.tokens).tolist() == ids[:4000].tolist()
     assert train.read(2490, 20).tolist() == ids[2490:2510].tolist()
     assert val.read(0, val.tokens).tolist() == ids[4000:].tolist()
-    assert verify_data(tmp_path) == len(files)
-    before = data_fingerprint(tmp_path)
-    (tmp_path / list(files)[-1]).unlink()
-    assert data_fingerprint(tmp_path) != before
+    assert verify_data(data) == len(train.shards) + len(val.shards)
+    assert data_fingerprint(data, "imported").startswith(fingerprint_05)
+    assert not data_fingerprint(data).startswith(fingerprint_05)  # has checksums
+
+
+def test_one_file_is_imported(tmp_path):
+    (tmp_path / "x_train_000001.bin").write_bytes(llmc(TOKENS))
+    (tmp_path / "y_train_000001.bin").write_bytes(llmc(TOKENS[::-1]))
+    manifest = imported(tmp_path / "x_train_000001.bin", tmp_path / "data")
+    assert {split: entry["tokens"] for split, entry in manifest["splits"].items()} == {
+        "train": 5000
+    }
+
+
+def test_a_run_of_0_5_goes_on_with_the_imported_files(tmp_path, monkeypatch):
+    """Also with a mixture of them."""
+    weights = {}
+    for name, files in (("a", headerless(TOKENS)), ("b", with_headers(TOKENS[::-1]))):
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_bytes(content)
+        with refused(f"{name} is not prepared .* import .*{name} --data_dir NEW_FOLDER"):
+            TokenStream(tmp_path / name, "train")
+        imported(tmp_path / name, tmp_path / f"{name}-imported")
+        weights[str(tmp_path / f"{name}-imported")] = 0.75 if weights else 0.25
+    write_mixture(tmp_path / "mixed", weights)
+    assert data_fingerprint(tmp_path / "mixed", "imported").startswith("58c89b65350acfdc")
+
+    def in_0_5(folder, splits=""):
+        return data_fingerprint(folder, "imported")
+
+    for data in ("a-imported", "mixed"):
+        config = tiny_config(tmp_path / data, tmp_path / f"run-{data}", max_steps=4, save_every=2)
+        with monkeypatch.context() as patch:
+            patch.setattr("gpt2_accel.run.data_fingerprint", in_0_5)
+            expected = losses(run(config))
+        first = str(tmp_path / f"run-{data}/checkpoint-2")
+        again = replace(config, output_dir=str(tmp_path / f"again-{data}"), resume_from=first)
+        assert losses(run(again)) == expected[2:]
+        assert read_state(next(tmp_path.glob("again*/checkpoint-4")))["data"] != in_0_5(
+            tmp_path / data
+        )
 
 
 @pytest.fixture(scope="module")
@@ -83,42 +146,32 @@ def characters(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("hellaswag_val.bin", llmc(TOKENS, magic=20240522), "hellaswag_val.bin .*20240522"),
-        ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin .*2"),
-        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin .* more than 16 bits"),
-        ("val.bin", WIDE.tobytes(), "val.bin .* more than 16 bits"),
-        ("val.bin", WIDE[:9].tobytes()[:-1], "val.bin .* more than 16 bits"),
-        ("val.bin", llmc(WIDE, **LLAMA_3), "folder of their own"),
+        ("hellaswag_val.bin", llmc(TOKENS, magic=20240522), "hellaswag_val.bin holds the token"),
+        ("x_train_000001.bin", llmc(TOKENS, version=2), "x_train_000001.bin holds the token"),
+        ("train.bin", TOKENS.astype("<i8").tobytes(), "train.bin does not hold uint16 ids"),
+        ("val.bin", WIDE.tobytes(), "val.bin does not hold uint16 ids"),
+        ("val.bin", WIDE[:9].tobytes()[:-1], "val.bin does not hold uint16 ids"),
+        ("val.bin", b"GPT2TOKS" + TOKENS.tobytes(), "restore the manifest.json"),
+        ("val.bin", llmc(WIDE, **LLAMA_3), "files of 2 kinds"),
+        ("val.bin", TOKENS.tobytes()[:-1], "val.bin is not the shard"),
+        ("val.bin", llmc(TOKENS)[:-2], "val.bin is not the shard"),
+        ("meta.pkl", b"", "nanoGPT's characters"),
     ],
 )
 def test_other_token_files_are_refused_by_name(tmp_path, name, content, message):
     (tmp_path / "other_train.bin").write_bytes(TOKENS.tobytes())
-    (tmp_path / "tokenizer").mkdir()
     (tmp_path / name).write_bytes(content)
     with refused(message):
-        read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("content", [TOKENS.tobytes()[:-1], llmc(TOKENS)[:-2]])
-def test_truncated_files_are_refused(tmp_path, content):
-    (tmp_path / "train.bin").write_bytes(content)
-    with refused("train.bin is not the shard"):
-        TokenStream(tmp_path, "train")
-
-
-def test_the_character_data_of_nanogpt_is_refused(tmp_path):
-    (tmp_path / "train.bin").write_bytes(TOKENS.tobytes())
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    with refused("pickle"):
-        read_manifest(tmp_path)
+        imported(tmp_path, tmp_path / "data")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["other_train.bin", name])
 
 
 def test_documents_of_llama_3_begin_with_bos_in_files_of_llmc(tmp_path):
-    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 5}))
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "train.bin").write_bytes(llmc(np.array([0, 5, 5, 5], "<u4"), **LLAMA_3))
-    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 0
+    (tmp_path / "train.bin").write_bytes(llmc(np.array([0, 2, 2, 2], "<u4"), **LLAMA_3))
+    assert imported(tmp_path, tmp_path / "data")["tokenizer"]["end_of_text"] == 0
 
 
 # datatrove
@@ -161,16 +214,15 @@ def datatrove(trained_bpe, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["tokens", "merged"])
 def test_a_folder_of_datatrove_trains(name, datatrove, tmp_path):
-    data = datatrove / name
+    data = tmp_path / "data"
+    assert imported(datatrove / name, data)["tokenizer"]["end_of_text"] == 299
     train, val = (TokenStream(data, split) for split in ("train", "val"))
     total = train.tokens + val.tokens
     assert val.tokens == total // 20
-    assert len(list(data.glob("*.ds"))) > 1
+    assert len(list((datatrove / name).glob("*.ds"))) > 1
     ids = np.concatenate([stream.read(0, stream.tokens) for stream in (train, val)])
     text = load_data_tokenizer(data).decode(ids.tolist())
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
-    assert read_manifest(data)["tokenizer"]["end_of_text"] == 299
-    assert verify_data(data) > 2
     settings = {"max_steps": 30, "eval_every": 30, "document_mask": True}
     assert run(tiny_config(data, tmp_path / "run", **settings))[-1]["val/loss"] < 4
     run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
@@ -182,17 +234,29 @@ def write_ds(folder, tokens, kind, name="000_words"):
     (folder / f"{name}.ds.metadata").write_text(f"{kind}\n{len(tokens)}\n{len(tokens)} T")
 
 
-def test_the_tokenizer_gpt2_of_datatrove_is_the_bpe_of_gpt2(tmp_path, gpt2):
-    write_ds(tmp_path, np.append(TOKENS[:999], 50256).astype("<u2"), "gpt2")
-    assert fingerprint(load_data_tokenizer(tmp_path)) == fingerprint(gpt2)
-    assert read_manifest(tmp_path)["tokenizer"]["end_of_text"] == 50256
+def test_a_run_of_0_5_on_files_of_datatrove_goes_on(tmp_path, gpt2):
+    write_ds(tmp_path / "a", np.append(TOKENS[:999], 50256).astype("<u2"), "gpt2")
+    write_ds(tmp_path / "a", np.append(TOKENS[:300], 50256).astype("<u2"), "gpt2", "001_words")
+    write_ds(
+        tmp_path / "b", np.append(TOKENS[:999], 50256).astype("<u2"), "openai-community/gpt2|2"
+    )
+    for name, recorded in (("a", "9ad7f5f5d7f53aec"), ("b", "dad7b6642245ba7b")):
+        data = tmp_path / f"{name}-imported"
+        imported(tmp_path / name, data)
+        assert fingerprint(load_data_tokenizer(data)) == fingerprint(gpt2)
+        assert data_fingerprint(data, "imported").startswith(recorded)
 
 
-def test_incomplete_files_of_datatrove_are_refused(tmp_path, trained_bpe):
-    write_ds(tmp_path / "cut", TOKENS[:9], f"{trained_bpe}|4")
-    with refused("is not the shard"):
-        TokenStream(tmp_path / "cut", "train")
-    write_ds(tmp_path / "running", TOKENS[:9], f"{trained_bpe}|2")
-    (tmp_path / "running/1.ds").touch()
-    with refused("1.ds has no readable"):
-        TokenStream(tmp_path / "running", "train")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("|4", "is not the shard"), ("", "1.ds.metadata"), ("|2", "files of 2 kinds")],
+)
+def test_incomplete_files_of_datatrove_are_refused(tmp_path, trained_bpe, kind, message):
+    source = tmp_path / "source"
+    write_ds(source, TOKENS[:9] % 300, f"{trained_bpe}{kind}")
+    if not kind:
+        (source / "1.ds").touch()
+    if kind == "|2":
+        write_ds(source, TOKENS[:9], "gpt2", "1")
+    with refused(message):
+        imported(source, tmp_path / "data")

@@ -22,6 +22,7 @@ from gpt2_accel.data.loader import open_split
 from gpt2_accel.data.prepare import prepare_sources
 from gpt2_accel.data.shards import data_fingerprint
 from gpt2_accel.data.sources import texts
+from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.hf.hub_data import open_hub, push_data
 from gpt2_accel.tokenizer import byte_tokenizer, save_tokenizer
 
@@ -93,7 +94,7 @@ def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
 
 
 def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
-    """As llm.c writes them for Llama 3."""
+    """As llm.c writes them for Llama 3: they are imported from the folder of the download."""
     save_tokenizer(byte_tokenizer(), tmp_path / "t", "t")
     files = {f"tokenizer/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
     ids = np.arange(250, dtype="<u4")
@@ -104,8 +105,10 @@ def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
         ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"], content
     )
     hub.repos["u/x"] = {"private": False, "commits": [("1" * 40, files)]}
-    open_hub("hub:u/x")
-    [(stream, _)] = open_split("hub:u/x", "train")
+    with refused("prepare-data import .*u--x.partial"):
+        open_hub("hub:u/x")
+    import_tokens(str(tmp_path / "cache/.u--x.partial"), tmp_path / "data", "the command")
+    [(stream, _)] = open_split(tmp_path / "data", "train")
     assert stream.read(0, 500).tolist() == ids.tolist() * 2
 
 

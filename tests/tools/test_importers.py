@@ -1,15 +1,18 @@
-"""Checkpoints of nanoGPT and build-nanogpt are imported."""
+"""GGUF files and checkpoints of nanoGPT and build-nanogpt are imported."""
 
 import os
 import sys
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from conftest import randomized, refused, run_recipe
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
-from gpt2_accel.tools.importers import read_checkpoint
+from gpt2_accel.tokenizer import byte_symbols, load_tokenizer
+from gpt2_accel.tools.importers import read_checkpoint, read_gguf
 
 SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
 ARGS = {"block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -98,3 +101,80 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(content, message, tmp_path):
     torch.save(content, tmp_path / "a.pt")
     with refused(message):
         read_checkpoint(tmp_path / "a.pt")
+
+
+# GGUF
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}<|endoftext|>{% endfor %}"
+
+
+def write_gguf(path, without=""):
+    """Writes a Llama of one layer with matrices in Q8_0, and a byte-level BPE of 258 tokens."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(258)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*byte_symbols(), "\u0120t", "<|endoftext|>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["\u0120 t"])
+    writer.add_eos_token_id(257)
+    writer.add_chat_template(TEMPLATE)
+    generator = np.random.default_rng(0)
+    rows = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 64}
+    shapes = {f"blk.0.{name}.weight": (count, 32) for name, count in rows.items()}
+    shapes |= {"blk.0.ffn_up.weight": (64, 32), "blk.0.ffn_down.weight": (32, 64)}
+    shapes |= {"token_embd.weight": (258, 32), "output_norm.weight": (32,)}
+    shapes |= {"blk.0.attn_norm.weight": (32,), "blk.0.ffn_norm.weight": (32,)}
+    for name, shape in shapes.items():
+        values = generator.standard_normal(shape).astype(np.float32)
+        if name == without:
+            continue
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+            continue
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_imported(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf")
+    run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert reopened.dtype == torch.float32
+    ours = from_pretrained(tmp_path / "hf").eval()
+    assert ours.config.architecture == "llama"
+    with torch.no_grad():
+        expected = theirs(INPUT_IDS).logits
+        assert torch.equal(reopened(INPUT_IDS).logits, expected)
+        torch.testing.assert_close(ours(INPUT_IDS), expected, atol=1e-4, rtol=0)
+    tokenizer = load_tokenizer(tmp_path / "hf")
+    assert tokenizer.chat_template == TEMPLATE
+    text = "to be or not<|endoftext|>"
+    kept = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert tokenizer(text)["input_ids"] == kept(text)["input_ids"]
+
+
+@pytest.mark.parametrize("change", ["lacks", "truncated", "not a GGUF"])
+def test_a_damaged_gguf_file_is_refused(change, tmp_path):
+    file = write_gguf(tmp_path / "a.gguf", "blk.0.attn_v.weight" if change == "lacks" else "")
+    if change == "truncated":
+        os.truncate(file, file.stat().st_size - 2000)
+    elif change != "lacks":
+        file.write_bytes(b"weights")
+    with refused("a.gguf lacks" if change == "lacks" else "cannot read .*a.gguf"):
+        read_gguf(file)
