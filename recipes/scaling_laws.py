@@ -9,11 +9,10 @@ FLOPs. The recipe writes into runs/scaling_laws: `runs.csv` lists the finished r
 the law, `scaling.md` what it says, with `--target_flops` also the command of the best run.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
@@ -79,10 +78,7 @@ def main() -> None:
         return
     runs = Runs(Path(config.output_dir or "runs/scaling_laws"))
     losses = runs.train(trials)
-    ended = np.isfinite(losses)
-    points = [(trial.shape.parameter_count, trial.tokens, budget) for trial, budget in grid]
-    N, D, budgets = np.array(points, float)[ended].T
-    law = scaling.fit_law(N, D, losses[ended], budgets)
+    law = scaling.fit_runs(grid, losses)
     values = dict(zip(scaling.NAMES, law.values.tolist(), strict=True))
     text = (
         "loss = E + A / parameters^alpha + B / tokens^beta: "
@@ -98,7 +94,7 @@ def main() -> None:
     record = {"budgets": config.budgets, "law": values, "spread": law.spread, "form": law.form}
     write_json(runs.folder / "law.json", {"settings": settings} | record)
     print(f"\n{text}\n\nThe table of runs and the law are in {runs.folder}.")
-    if not ended.all():
+    if not all(map(math.isfinite, losses)):
         sys.exit(1)
 
 

@@ -43,7 +43,7 @@ USE_ACCELERATE = {
 
 def room_of(module: str) -> str:
     """Returns the longest entry of `ROOMS` that a module's dotted name begins with."""
-    parts = module.split(".")
+    parts = module.replace("__version__", "__init__").split(".")
     names = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next(name for name in names if name in LEVELS)
 

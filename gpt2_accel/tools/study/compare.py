@@ -49,7 +49,8 @@ class Study:
                 "give a variant, such as `baseline: {}`, at least one seed, and a metric of "
                 f"{', '.join(METRICS)}"
             )
-        (self.unit, amounts), *more = self.budget.items() or [("", 0)]
+        (unit, amounts), *more = self.budget.items() or [("", 0)]
+        self.unit: str = unit
         self.budgets = np.unique(np.array(amounts, float)).tolist()  # YAML reads 1e6 as text
         wrong = more or self.unit not in ("tokens", "flops") or min(self.budgets, default=0) <= 0
         if self.budget and wrong:

@@ -132,12 +132,20 @@ def grid(
     runs = []
     for budget in budgets:
         best = [TOKENS_PER_PARAMETER * s.shape.parameter_count * s.flops_per_token for s in sizes]
-        middle = np.abs(np.log(np.divide(best, budget))).argmin()
+        middle = int(np.abs(np.log(np.divide(best, budget))).argmin())
         low = max(0, middle - count // 2)
         for size in sizes[low : low + count]:
             settings = settings_for(size, budget, learning_rate) | QUIET
             runs.append((read_trial(size.recipe, f"{budget:.3g}-{size.label}", settings), budget))
     return runs
+
+
+def fit_runs(grid: list[tuple[Trial, float]], losses: np.ndarray) -> Law:
+    """Fits a law to the runs of a `grid` that have ended with a loss."""
+    ended = np.isfinite(losses)
+    points = [(trial.shape.parameter_count, trial.tokens, budget) for trial, budget in grid]
+    N, D, budgets = np.array(points, float)[ended].T
+    return fit_law(N, D, losses[ended], budgets)
 
 
 def predict(law: Law, sizes: list[Trial], flops: float, learning_rate: float) -> str:
