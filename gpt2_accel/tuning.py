@@ -11,8 +11,8 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.runtime.files import parse_json
 from gpt2_accel.runtime.options import load_saved
 
-PRETRAINED_RATE = 3e-5  # AdamW's peak
-LORA_RATE = 10  # rates of full fine-tuning (Schulman et al., 2025, LoRA Without Regret)
+PRETRAINED_RATE = 2e-5  # AdamW's peak
+PRETRAINED_LORA_RATE = 5e-4
 # Training tokens per parameter of a model with little to lose: compute-optimal training takes more
 # (Hoffmann et al., 2022, arXiv:2203.15556).
 FEW_TOKENS = 20
@@ -52,7 +52,7 @@ def tokens_per_parameter(model: str | Path) -> float | None:
 
 def pretrained_rate(config: TrainConfig) -> float:
     """Returns the default peak rate of AdamW for a pretrained model."""
-    return PRETRAINED_RATE * (LORA_RATE if config.lora else 1)
+    return PRETRAINED_LORA_RATE if config.lora else PRETRAINED_RATE
 
 
 def rate_remark(config: TrainConfig) -> str:

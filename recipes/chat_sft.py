@@ -33,6 +33,7 @@ UPDATES_PER_EPOCH = 300
 # Of a model that was trained here on few tokens. The best rate falls with the width, as in µP (Yang
 # et al., 2022, arXiv:2203.03466).
 RATE_TIMES_WIDTH = 0.4
+LORA_RATE = 10  # rates of full fine-tuning (Schulman et al., 2025, LoRA Without Regret)
 FEWEST_UPDATES = 900
 MOST_EPOCHS = 20
 # Of a pretrained model, which forgets with each update; its rate is in gpt2_accel/tuning.py.
@@ -216,7 +217,7 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
     exactly.
     """
     from gpt2_accel.data.conversations import plural
-    from gpt2_accel.tuning import LORA_RATE, pretrained_rate
+    from gpt2_accel.tuning import pretrained_rate
 
     manifest = read_manifest(config.data_dir)
     train = manifest["splits"]["train"]

@@ -61,7 +61,7 @@ class Quickstart(TrainConfig):
         "'adamw', or 'muon' for the blocks' matrices; default muon, or adamw for a pretrained model"
     )
     learning_rate: float = derived(
-        "peak learning rate; default 0.018, or 3e-5 for a pretrained model"
+        "peak learning rate; default 0.018, or 2e-5 for a pretrained model"
     )
     lr_schedule: str = "linear"
     min_lr_ratio: float = 0.0

@@ -96,7 +96,7 @@ def test_settings_follow_from_the_data(windows, processes, pretrained, expected,
     recipe.fit_to_data(config, 128, processes, pretrained)
     actual = (config.max_steps, config.warmup_steps, config.eval_every)
     assert (config.total_batch_size // 512, *actual) == expected
-    assert config.learning_rate == (3e-5 if pretrained else 0.0031)
+    assert config.learning_rate == (2e-5 if pretrained else 0.0031)
     config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
     recipe.fit_to_data(config, 128, processes, pretrained)
     assert config.max_steps == 7
@@ -113,14 +113,14 @@ def test_a_model_trained_here_and_its_descendants_take_a_higher_rate_than_a_pret
     for model, folder in ((base, tuned), (tuned / "best", again), (chat_base, other)):
         run_recipe("chat_sft", *flags, "--model", model, "--output_dir", folder)
     rates = [rate_of(folder) for folder in (tuned, again, other)]
-    assert rates == [0.013, 0.013, 3e-5]
+    assert rates == [0.013, 0.013, 2e-5]
     shutil.rmtree(base)  # what `again` comes from is no longer known
     flags[3] = 2  # another update, of a run that keeps its rate
     run_recipe("chat_sft", *flags, "--model", tuned / "best", "--output_dir", again)
     assert rate_of(again) == 0.013
     shutil.rmtree(again)
     run_recipe("chat_sft", *flags, "--model", tuned / "best", "--output_dir", again)
-    assert rate_of(again) == 3e-5
+    assert rate_of(again) == 2e-5
 
 
 def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):
