@@ -148,8 +148,8 @@ HELP = {
     "chatml": "ChatML instead of the model's chat template",
     "public": "make the data set public if it is new",
     "cut": "cut conversations that are longer than a window, instead of leaving them out",
-    "pairs": "pairs of answers for chat_dpo.py: rows with prompt, chosen and rejected; each answer "
-    "with its prompt has at most --sequence_length tokens",
+    "pairs": "pairs of answers for chat_dpo.py: rows with chosen and rejected, and a prompt beside "
+    "them or in them; each answer with its prompt has at most --sequence_length tokens",
 }
 SWITCHES = ("verify", "chatml", "public", "cut", "pairs")
 POSITIVE = ("workers", "shard_tokens", "vocab_size", "sequence_length")
