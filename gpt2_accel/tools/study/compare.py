@@ -49,8 +49,7 @@ class Study:
                 "give a variant, such as `baseline: {}`, at least one seed, and a metric of "
                 f"{', '.join(METRICS)}"
             )
-        (unit, amounts), *more = self.budget.items() or [("", 0)]
-        self.unit: str = unit
+        (self.unit, amounts), *more = list(self.budget.items()) or [("", 0)]
         self.budgets = np.unique(np.array(amounts, float)).tolist()  # YAML reads 1e6 as text
         wrong = more or self.unit not in ("tokens", "flops") or min(self.budgets, default=0) <= 0
         if self.budget and wrong:
@@ -70,7 +69,7 @@ def read_study(path: Path, recipes: Path) -> Study:
     parts = asdict(EMPTY)
     for name, value in load_yaml(str(path), "STUDY.yaml").items():
         if name not in parts or type(value) is not type(parts[name]):
-            raise ValueError(f"{path} has {name}: {value!r}, but a study has parts as in {parts}")
+            raise ValueError(f"{path} has {name}: {value!r}, but a study has parts as in {EMPTY}")
         parts[name] = value
     study = Study(**parts)
     if not study.recipe.endswith(".py"):

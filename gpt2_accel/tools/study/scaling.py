@@ -18,7 +18,6 @@ from gpt2_accel.tools.study.runs import Trial, arguments, read_trial
 WIDTHS = [16, 32, 48]
 WIDTHS += [(4 + number % 4) * 16 * 2 ** (number // 4) for number in range(28)]
 TOKENS_PER_PARAMETER = 20  # ratio of the middle size
-FEWEST_RUNS = 8  # minimum for a fit
 # The reference run, of 2M tokens: width, tokens per update, weight decay.
 TOKENS = 2_000_000
 BATCH = 2048
@@ -74,8 +73,8 @@ def fit_law(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarra
     from scipy.optimize import curve_fit
     from scipy.stats import f_oneway
 
-    if len(N) < FEWEST_RUNS:
-        raise ValueError(f"a law needs {FEWEST_RUNS} runs or more that did not fail or diverge")
+    if len(N) < 8:
+        raise ValueError("a law needs 8 runs or more that neither failed nor diverged")
     values, covariance = curve_fit(
         loss_of, (N, D), losses, START, bounds=(0, np.inf), x_scale="jac", max_nfev=10_000
     )
@@ -131,9 +130,11 @@ def grid(
     `sizes` around `TOKENS_PER_PARAMETER`. `learning_rate` as in `settings_for`."""
     runs = []
     for budget in budgets:
-        best = [TOKENS_PER_PARAMETER * s.shape.parameter_count * s.flops_per_token for s in sizes]
-        middle = int(np.abs(np.log(np.divide(best, budget))).argmin())
-        low = max(0, middle - count // 2)
+        away = []
+        for size in sizes:
+            best = TOKENS_PER_PARAMETER * size.shape.parameter_count * size.flops_per_token
+            away.append(abs(math.log(best / budget)))
+        low = max(0, away.index(min(away)) - count // 2)
         for size in sizes[low : low + count]:
             settings = settings_for(size, budget, learning_rate) | QUIET
             runs.append((read_trial(size.recipe, f"{budget:.3g}-{size.label}", settings), budget))
