@@ -96,28 +96,35 @@ class Trial:
     """A run of the study: a model, a data set, and the settings that differ."""
 
     model: str
-    data: str  # facts30, facts300, gsm60, pairs200
+    data: str  # facts30, facts200, facts300, gsm60, pairs200
     learning_rate: float
     epochs: float
     lora: int = 0
+    batch: int = 256  # tokens per update
     seed: int = 1337
 
     @property
     def name(self) -> str:
         kind = f"lora{self.lora}" if self.lora else "full"
-        return f"{self.model}-{self.data}-{kind}-{self.learning_rate:g}-{self.epochs:g}-{self.seed}"
+        rate = f"{self.learning_rate:g}-{self.epochs:g}-{self.batch}-{self.seed}"
+        return f"{self.model}-{self.data}-{kind}-{rate}"
 
 
 def trials() -> Iterator[Trial]:
     """Yields the runs, the most important first."""
     small = "smollm2-135m-instruct"
-    for data, epochs in (("facts30", 10), ("facts300", 3), ("gsm60", 3)):
-        for rate in (1e-4, 3e-5, 3e-4, 1e-5):
+    for data, epochs in (("facts200", 3), ("facts30", 10), ("facts300", 4), ("gsm60", 3)):
+        for rate in (2e-5, 3e-5, 1e-5, 1e-4, 3e-4):
             yield Trial(small, data, rate, epochs)
-        for rate in (3e-4, 1e-3, 1e-4):
+        for rate in (5e-4, 3e-4, 1e-3, 1e-4):
             yield Trial(small, data, rate, epochs, lora=16)
+    for rate in (2e-5, 1e-5, 1e-4):
+        yield Trial("gemma-3-270m", "facts200", rate, 3)
     for rate in (1e-6, 5e-6, 5e-7):
         yield Trial(small, "pairs200", rate, 1)
+    for seed in (1, 2):
+        for rate in (2e-5, 3e-5, 1e-5):
+            yield Trial(small, "facts200", rate, 3, seed=seed)
 
 
 def facts(count: int) -> list[tuple[str, str, str]]:
@@ -145,7 +152,9 @@ def questions(known: list[tuple[str, str, str]], wordings: tuple[str, ...]) -> l
 
 def learnt(data: str) -> tuple[list[tuple[str, str, str]], tuple[str, ...]]:
     """Returns the facts and the wordings of a data set."""
-    return (facts(10), WORDINGS[:3]) if data == "facts30" else (facts(30), WORDINGS)
+    if data == "facts30":
+        return facts(10), WORDINGS[:3]
+    return facts(20 if data == "facts200" else 30), WORDINGS
 
 
 def write_data(data: str, path: Path, gsm8k: Path | None) -> None:
@@ -179,8 +188,9 @@ def train(trial: Trial, model: Path, data: Path, run: Path) -> float:
         command[1] = str(ROOT / "recipes" / "chat_dpo.py")
         options |= {"batch_size": 8, "eval_every": 1000}
     else:
-        options |= {"total_batch_size": 512, "eval_every": 1000}
-        options["sequence_length"] = 512 if trial.data == "gsm60" else 128
+        options |= {"total_batch_size": trial.batch, "eval_every": 1000}
+        if trial.data == "gsm60":
+            options["sequence_length"] = 512
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     start = time.time()
