@@ -36,6 +36,8 @@ class ImportCheckpoint:
 def main() -> None:
     config = parse_config(ImportCheckpoint)
     path = Path(config.input)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a file: give a .gguf file or a .pt checkpoint")
     gguf = path.suffix == ".gguf"
     name = config.tokenizer or ("" if gguf else "gpt2")
     tokenizer = None

@@ -53,7 +53,6 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     manifest["mixture"] = parts
     manifest["splits"] = splits
     with atomic_directory(data_dir) as scratch:
-        if (first / "tokenizer").is_dir():
-            shutil.copytree(first / "tokenizer", scratch / "tokenizer")
+        shutil.copytree(first / "tokenizer", scratch / "tokenizer")
         write_json(scratch / DATA_MANIFEST, manifest)
     return manifest

@@ -4,7 +4,7 @@ import re
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 
@@ -17,21 +17,27 @@ from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.files import sentence
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
+# The config classes that build-nanogpt pickles; a plain class stands for them, so no code runs.
+PICKLED = [(SimpleNamespace, name) for name in ("__main__.GPTConfig", "train_gpt2.GPTConfig")]
 
-class PickledConfig:
-    """Stands for the config class that build-nanogpt pickles, so that no foreign code runs."""
 
-
-def read_checkpoint(path: str | Path) -> LanguageModel:
+def read_checkpoint(path: Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
     The padding rows of a vocabulary of 50,304 are dropped. A nanoGPT model keeps its exact GELU.
     Until June 2023 nanoGPT used GPT-2's approximation, which its files do not record.
 
-    Raises `FileNotFoundError`, or `ValueError` if it is damaged or another kind of checkpoint.
+    Raises `ValueError` if the file is damaged, contains other objects than tensors and plain
+    values, or is another kind of checkpoint.
     """
-    path = Path(path)
-    checkpoint = load_pickle(path)
+    try:
+        with torch.serialization.safe_globals(PICKLED):
+            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged pickle may raise any exception
+        raise ValueError(
+            f"{path} is damaged, or contains objects other than tensors and plain values, which "
+            "could run code: copy the file again, or save only its state dict and its arguments"
+        ) from error
     try:
         tensors = checkpoint["model"]
         values = checkpoint.get("model_args")
@@ -49,7 +55,7 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
             bias=values.get("bias", True),
             gelu=gelu,
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:  # another content may raise any
         raise ValueError(
             f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt "
             "file that its training script wrote, with the model's weights and arguments"
@@ -65,37 +71,14 @@ def read_checkpoint(path: str | Path) -> LanguageModel:
     return from_hf(converted.items(), config, str(path))
 
 
-def load_pickle(path: Path) -> Any:
-    """Loads a file of `torch.save` on the CPU, restricted to tensors and plain values, so that no
-    code runs.
-
-    Raises `FileNotFoundError` if the file does not exist, `ValueError` if it is damaged or contains
-    other objects.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file: give a .pt checkpoint")
-    names = ("__main__.GPTConfig", "train_gpt2.GPTConfig")
-    try:
-        with torch.serialization.safe_globals([(PickledConfig, name) for name in names]):
-            return torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged pickle may raise any exception
-        raise ValueError(
-            f"{path} is damaged, or contains objects other than tensors and plain values, which "
-            "could run code: copy the file again, or save only its state dict and its arguments"
-        ) from error
-
-
 def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads the model, dequantized to fp32, and the tokenizer of a GGUF file by `transformers`.
 
     Takes minutes if the vocabulary is large. Raises `ValueError` if `transformers` or this package
-    does not support the model, or if the file is damaged or lacks tensors, `FileNotFoundError` if
-    there is none.
+    does not support the model, or if the file is damaged or lacks tensors.
     """
     from transformers import AutoTokenizer
 
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file: give a .gguf file")
     print(f"reading {path} to fp32, which takes minutes for a large vocabulary", file=sys.stderr)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
