@@ -104,7 +104,7 @@ def sample_base(
 def sample_nats(
     model: LanguageModel, input_ids: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sum of the losses of each row's targets, in nats, (rows,) float64 on the CPU.
+    """Returns the sum of the losses of each row's targets, in nats, (rows,) fp32 on the CPU.
 
     The model reads row by row, as far as a row has targets, so no row has padding.
     """
@@ -113,7 +113,7 @@ def sample_nats(
         for row, wanted in zip(input_ids, targets, strict=True):
             end = int((wanted != -100).nonzero().max()) + 1
             ids, own = (x[None, :end].to(model.device) for x in (row, wanted))
-            nats.append(model(ids, own, reduction="none").double().sum())
+            nats.append(model(ids, own, reduction="none").float().sum())
     return torch.stack(nats).cpu()
 
 

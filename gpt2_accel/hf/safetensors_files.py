@@ -62,6 +62,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of weight files one at a time, memory-mapped."""
     for path in files:
+        check_pointer(path)
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():

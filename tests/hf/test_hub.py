@@ -26,6 +26,7 @@ from gpt2_accel import save_pretrained
 from gpt2_accel.callbacks import Pushes
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
+from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -145,13 +146,15 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
     files = {FILE: (tmp_path / "table.parquet").read_bytes()}
     server.repos[HELLASWAG] = {"commits": [("a" * 40, files)]}
     shape = LlamaConfig(257, 128, 1, 2, n_kv_head=1, head_dim=8, n_embd=16, n_inner=32)
-    save_pretrained(shape.build(), tmp_path / "base", byte_tokenizer())
+    save_pretrained(shape.build(), tmp_path / "text", byte_tokenizer())
+    tokenizer = chat_tokenizer(tmp_path / "text")
+    save_pretrained(with_rows(shape.build(), 257, len(tokenizer)), tmp_path / "base", tokenizer)
     files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
-    server.repos["HuggingFaceTB/SmolLM2-135M"] = {"commits": [("b" * 40, files)]}
+    server.repos["HuggingFaceTB/SmolLM2-135M-Instruct"] = {"commits": [("b" * 40, files)]}
     page = (ROOT / "docs/chat.md").read_text()
     write_data, use_model = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    exec(write_data)
+    exec(write_data, {})
     for line, flags in ON_HUB.items():
         command(line, flags, start=run_command, cwd=tmp_path)
         if "push_to_hub" in line:

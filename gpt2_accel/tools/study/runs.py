@@ -41,7 +41,6 @@ from gpt2_accel.runtime.signals import DRIVER
 
 # Launch options that affect results, as variables that `accelerate launch` sets; runs inherit them.
 LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
-PAUSE = 0.5  # seconds until a driver tries again to get the locks that others hold
 
 
 @dataclass
@@ -198,7 +197,7 @@ class Runs:
                     self.rows |= read_table(self.table)
                     if trial.id not in self.rows:
                         self._finish(trial)
-            time.sleep(PAUSE)
+            time.sleep(0.5)  # other drivers hold the locks of the rest
         values = []
         for trial in trials:
             row = self.rows[trial.id]
