@@ -102,7 +102,7 @@ def distance(actual, expected):
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 @pytest.mark.parametrize(
     "dtype, tolerance",
-    [(torch.float64, 1e-12), (None, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
+    [(torch.float64, 1e-12), (None, 1e-5), (torch.bfloat16, 6e-2), (torch.float16, 6e-3)],
 )
 def test_loss_and_gradients_equal_fp64(dtype, tolerance, spread, case):
     x, weight, targets = problem(spread)
