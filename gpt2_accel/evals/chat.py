@@ -13,8 +13,8 @@ from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
+from gpt2_accel.evals.formulas import accuracy, exact_match
 from gpt2_accel.evals.items import Item
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.progress import progress
@@ -84,20 +84,15 @@ class ChatAnswers:
 
 
 def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
-    """Returns the results of `ChatAnswers` for all answers. All ranks call it."""
-    pairs: dict[str, list[tuple]] = {
-        "exact_match": [(answer.text, answer.expected) for answer in found],
-        "stop_rate": [(answer.ended, "end_of_text") for answer in found],
-    }
-    for answer in sorted(found, key=lambda answer: answer.group):
-        if answer.group:
-            name = f"exact_match_{answer.group}"
-            pairs.setdefault(name, []).append((answer.text, answer.expected))
-    parts = {}
-    for name, both in pairs.items():
-        predictions, references = zip(*both, strict=True)
-        parts[name] = {"predictions": predictions, "references": references}
-    return combine("chat", "exact_match", parts)
+    """Returns the results of `ChatAnswers` for all answers."""
+    results: dict[str, float] = {}
+    for group in sorted({""} | {answer.group for answer in found}):
+        own = [answer for answer in found if group in ("", answer.group)]
+        name = f"chat/exact_match_{group}" if group else "chat/exact_match"
+        texts = [answer.text for answer in own]
+        results |= exact_match(texts, [answer.expected for answer in own], name)
+    ended = [answer.ended == "end_of_text" for answer in found]
+    return results | accuracy(ended, "chat/stop_rate")
 
 
 def read_question(

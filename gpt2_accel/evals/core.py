@@ -31,9 +31,9 @@ import torch
 import yaml
 from accelerate import Accelerator
 
+from gpt2_accel.evals.formulas import choice_accuracy
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import check_pointer, first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
@@ -187,7 +187,7 @@ class Core:
     ) -> dict[str, float]:
         """Returns `core/core` and each task's accuracy `core/TASK`, with standard errors, and the
         counts of `question`. Raises `ValueError` if nothing precedes scored tokens."""
-        parts: dict[str, dict[str, list]] = {}
+        results: dict[str, float] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:
             greedy = task.type == "language_modeling"
@@ -200,8 +200,7 @@ class Core:
                 scores = [[score, -0.5] for (score,) in scores]
                 lengths = [[1, 1]] * len(scores)
             gold = [item["gold"] for item in task.items]
-            parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
-        results = combine("core", "choice_accuracy", parts)
+            results |= choice_accuracy(scores, lengths, gold, f"core/{task.name}")
         core = variance = 0.0
         for task in self.tasks:
             name = f"core/{task.name}"

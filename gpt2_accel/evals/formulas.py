@@ -1,5 +1,4 @@
-"""Formulas of the metrics, on plain lists of numbers; `metrics/` wraps them for the `evaluate`
-library.
+"""Formulas of the metrics, on plain lists; `metrics/` wraps them for the `evaluate` library.
 
 A sample is a window of tokens, a document, or a question with its choices. Standard errors are over
 samples, assumed to be independent; a single sample has no standard error. Sums are exact, so
@@ -41,6 +40,35 @@ def token_loss(
     if text_bytes:
         results["bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
     return results
+
+
+def choice_accuracy(
+    scores: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]],
+    references: Sequence[int],
+    name: str,
+) -> dict[str, float]:
+    """Returns the `accuracy` of multiple choices.
+
+    The answer of a sample is the choice with the highest score divided by length, the first one if
+    several are equal. A sample with a NaN score is wrong.
+
+    scores: log-likelihoods of a sample's choices; lengths: their divisors; references: the index of
+    the right choice.
+    """
+    right = []
+    for row, divisors, label in zip(scores, lengths, references, strict=True):
+        means = [score / length for score, length in zip(row, divisors, strict=True)]
+        right.append(means.index(max(means)) == label and not math.isnan(sum(means)))
+    return accuracy(right, name)
+
+
+def exact_match(
+    predictions: Sequence[str], references: Sequence[str], name: str
+) -> dict[str, float]:
+    """Returns the `accuracy` of texts that equal their references, without spaces at both ends."""
+    pairs = zip(predictions, references, strict=True)
+    return accuracy([answer.strip() == expected.strip() for answer, expected in pairs], name)
 
 
 def accuracy(right: Sequence[bool], name: str) -> dict[str, float]:

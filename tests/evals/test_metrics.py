@@ -40,11 +40,10 @@ def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
         ("acc", "choice_accuracy", choices, 2 / 4),  # the first of equal ones; NaN is wrong
         ("exact_match", "exact_match", texts, 2 / 3),
     ]:
-        results = metrics.combine("x", file, {name: columns})
+        results = getattr(formulas, file)(**columns, name=name)
         error = math.sqrt(expected * (1 - expected) / (len(columns["references"]) - 1))
-        assert results == {f"x/{name}": expected, f"x/{name}_stderr": error}
-        loaded = load(file).compute(**columns)
-        assert {f"x/{key}": value for key, value in loaded.items()} == results
+        assert results == {name: expected, f"{name}_stderr": error}
+        assert load(file).compute(**columns) == results
     assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4
     windows = {"nats": [3.0, 5.0], "tokens": [2, 2]}
     expected = formulas.token_loss(**windows, text_bytes=8)
