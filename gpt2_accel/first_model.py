@@ -20,7 +20,8 @@ from gpt2_accel.hf.convert import (
     load_weights,
     local_directory,
 )
-from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, base_digests, set_dtype
+from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
+from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
 from gpt2_accel.models.any_model import AnyModel
@@ -149,7 +150,7 @@ def load_model(
             base = str(source.resolve())
             if not Path(config.init_from).is_dir():  # the cache names the commit
                 base = f"{config.init_from.partition('@')[0]}@{source.name}"
-            add_lora(model, config, rows, base, base_digests(source))
+            add_lora(model, config, rows, base, weights_digest(source))
     if config.init_from is not None:
         check_loaded(config, model.config)
     return model

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,7 +242,7 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
     Paths may differ between nodes.
     """
-    values = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
+    values = {name: value for name, value in config.settings().items() if name not in PATHS}
     with all_or_none():
         values["data"] = data_fingerprint(config.data_dir)
     values["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None

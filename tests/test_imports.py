@@ -20,8 +20,8 @@ ROOMS = """
     evals
     estimate
     runtime
-    run preferences tuning
-    callbacks lifecycle first_model
+    run tuning
+    callbacks lifecycle first_model preferences
     setup
     train
     tools

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from pydoc import ErrorDuringImport, importfile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,15 +34,13 @@ from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import atomic_files, check_pointer, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
+    PreTrainedTokenizerBase,
     check_vocabulary,
     load_tokenizer,
     save_tokenizer,
     text_ends,
     text_start,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
@@ -145,8 +143,11 @@ def special_ids(
 
 def hf_config(
     config: ModelConfig, special_ids: Mapping[str, int | None], dtype: torch.dtype | None = None
-) -> "PreTrainedConfig":
-    """Returns HF's config of the same model, with `special_ids` such as `eos_token_id`."""
+) -> Any:
+    """Returns HF's config of the same model, a `PreTrainedConfig`.
+
+    `special_ids` are ids such as `eos_token_id`.
+    """
     from transformers import CONFIG_MAPPING
 
     table = conversion(config.architecture)
@@ -182,7 +183,6 @@ def from_pretrained(
     *,
     reason: str | None = None,
     merge: bool = True,
-    quick: bool = False,
 ) -> LanguageModel:
     """Loads a causal language model, in fp32 on the CPU, in training mode.
 
@@ -191,7 +191,7 @@ def from_pretrained(
     setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
     needs its `model_class`, see `load_class`. `attention`, an `attn_implementation`, selects the
     class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened
-    with its base model, and merged into it unless `merge` is False. `quick` as in `load_lora`.
+    with its base model, and merged into it unless `merge` is False.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
     is damaged or `transformers` has no such text model; the message names the file or tensor. Files
@@ -205,11 +205,11 @@ def from_pretrained(
         return model
     if is_adapter(directory):
         base = local_directory(base_of(directory))
-        model = from_pretrained(base, attention=attention, reason=LORA, quick=quick)
+        model = from_pretrained(base, attention=attention, reason=LORA)
         rows = len(load_tokenizer(directory))
         assert isinstance(model, AnyModel)
         model = with_rows_of_class(model, model.config.vocab_size, rows)
-        load_lora(model, directory, base, quick)
+        load_lora(model, directory, base)
         return merged(model) if merge else model
     config = read_config(directory, dropout, attention, reason)
     files = weight_files(directory)

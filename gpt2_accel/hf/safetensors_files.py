@@ -4,19 +4,18 @@ Tensors are read one at a time, so that a model is never in memory twice.
 """
 
 from collections.abc import Iterator, Mapping
-from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.runtime.files import check_pointer, parse_json
+from gpt2_accel.data.documents import text_digest
+from gpt2_accel.runtime.files import check_pointer, digest, parse_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
-BASE_RECORD = "adapter_base.json"  # beside an adapter: digests of its base's weights
-ENDS = 2**23  # bytes at each end of a file; the first have its header
+BASE_RECORD = "adapter_base.json"  # beside an adapter: the digest of its base's weights
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -69,21 +68,9 @@ def read_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ValueError(f"{path} is damaged ({error}): download or save it again") from error
 
 
-def weights_digest(directory: Path, ends: bool = False) -> str:
-    """Returns a SHA-256 (hex) of all weight files of a model directory.
-
-    With `ends` it reads only the first and last `ENDS` bytes of each file.
-    """
-    total = sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            if ends:
-                total.update(file.read(ENDS))
-                file.seek(max(0, path.stat().st_size - ENDS))
-                total.update(file.read())
-            else:
-                total.update(file_digest(file, "sha256").hexdigest().encode())
-    return total.hexdigest()
+def weights_digest(directory: Path) -> str:
+    """Returns a SHA-256 (hex) of all weight files of a model directory."""
+    return text_digest("".join(map(digest, sorted(directory.glob("*.safetensors")))))
 
 
 def check_layers(directory: Path, values: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The log of a run: metrics and samples in files, terminal and trackers; `status.json`."""
 
-import os
 import sys
 import threading
 import time
@@ -11,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 from tqdm import tqdm
 
 from gpt2_accel.runtime.device import memory_gb
@@ -22,7 +20,6 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
-PROCESS = psutil.Process()
 SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
 
 
@@ -67,7 +64,6 @@ class RunLog(AbstractContextManager):
                     if "/" in name and not name.startswith("train/") and value is not None:
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # values in the last line of figures
-        self._best = 0.0  # tokens per second
         self.resume()
         return self
 
@@ -106,7 +102,6 @@ class RunLog(AbstractContextManager):
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
         }
-        self.explain(speed)
         if self.full_speed:
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
@@ -115,18 +110,6 @@ class RunLog(AbstractContextManager):
             if name in figures:
                 shown[name] = f"{figures[name]:.4g}"
         self._bar.set_postfix(shown, refresh=False)
-
-    def explain(self, speed: float) -> None:
-        """Prints a warning if the speed has halved and others use a fifth of a core or more."""
-        used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
-        others = used - PROCESS.cpu_percent()
-        if speed < self._best / 2 and others > 20:
-            self.print_line(
-                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other "
-                f"processes use {others:.0f}% of a CPU core"
-            )
-            self._best = speed  # warns again at a further fall
-        self._best = max(self._best, speed)
 
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and its samples."""
