@@ -200,7 +200,8 @@ class Kept:
             return
         last = not run.goes_on()
         # A forward pass costs a third of a forward and backward pass.
-        cost = self.base["input_ids"].numel() / 3 / run.metadata["tokens"]
+        tokens = sum(len(prompt + sampled) for prompt, sampled in self.base["texts"])
+        cost = tokens / 3 / run.metadata["tokens"]
         quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
         if last or run.step in quarters:
             results, answers = on_plain_model(
