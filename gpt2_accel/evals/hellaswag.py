@@ -63,7 +63,7 @@ class HellaSwag(LikelihoodTask):
             "acc_norm_per_token": [lengths_of(question) for question in self.questions],
             "acc_norm_per_char": self.characters,
         }
-        results = {}
+        results: dict[str, float] = {}
         for name, divisors in lengths.items():
             results |= choice_accuracy(scores, divisors, self.labels, f"hellaswag/{name}")
         return results
