@@ -15,23 +15,13 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.evals.formulas import accuracy, exact_match
 from gpt2_accel.evals.items import Item
-from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
+from gpt2_accel.generation.sampling import Completion, Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 256  # the longest answer
 BATCH_SIZE = 64  # answers that are generated at once
-
-
-class Answered(NamedTuple):
-    """A generated answer: the question's group, the expected answer, the text, and how it ended
-    (see `Completion`)."""
-
-    group: str
-    expected: str
-    text: str
-    ended: str | None
 
 
 class ChatQuestion(NamedTuple):
@@ -72,26 +62,26 @@ class ChatAnswers:
         starts = range(0, len(self.questions), BATCH_SIZE)
         batches = [self.questions[start : start + BATCH_SIZE] for start in starts]
         own = batches[accelerator.process_index :: accelerator.num_processes]
-        found: list[Answered] = []
+        found: list[tuple[ChatQuestion, Completion]] = []
         for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
             room = self.n_positions - batch[-1].tokens
             sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
             prompts = [question.prompt for question in batch]
             answers = complete(plain, self.tokenizer, prompts, sampling)
-            for question, answer in zip(batch, answers, strict=True):
-                found.append(Answered(question.group, question.answer, answer.text, answer.ended))
+            found += zip(batch, answers, strict=True)
         return chat_scores(gather_object(found))
 
 
-def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
-    """Returns the results of `ChatAnswers` for all answers."""
+def chat_scores(found: Sequence[tuple[ChatQuestion, Completion]]) -> dict[str, float]:
+    """Returns the results of `ChatAnswers` for all questions and answers."""
     results: dict[str, float] = {}
-    for group in sorted({""} | {answer.group for answer in found}):
-        own = [answer for answer in found if group in ("", answer.group)]
+    for group in sorted({""} | {question.group for question, _ in found}):
+        own = [each for each in found if group in ("", each[0].group)]
+        texts = [answer.text for _, answer in own]
+        expected = [question.answer for question, _ in own]
         name = f"chat/exact_match_{group}" if group else "chat/exact_match"
-        texts = [answer.text for answer in own]
-        results |= exact_match(texts, [answer.expected for answer in own], name)
-    ended = [answer.ended == "end_of_text" for answer in found]
+        results |= exact_match(texts, expected, name)
+    ended = [answer.ended == "end_of_text" for _, answer in found]
     return results | accuracy(ended, "chat/stop_rate")
 
 
