@@ -138,11 +138,7 @@ def check_loss(loss: float) -> None:
 
 
 class Samples:
-    """Generates a sample from each prompt every `sample_every` updates.
-
-    The main process does it, uncompiled. A sharded model is gathered to its device: generation on
-    the CPU would keep the other processes waiting.
-    """
+    """Generates a sample from each prompt every `sample_every` updates, on the main process."""
 
     def __init__(self, prompts: list[Prompt]):
         self.prompts = prompts
@@ -151,29 +147,28 @@ class Samples:
         config = run.config
         if run.stopping or not run.due(config.sample_every):
             return
-        with evaluating_optimizer(run.optimizer):
-            model = plain_model(run)
 
-            def generate() -> None:
-                sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-                samples = complete(model, run.tokenizer, self.prompts, sampling)
-                for prompt, sample in zip(config.sample_prompts, samples, strict=True):
-                    run.log.sample(prompt, whole_text(run.tokenizer, sample))
+        def generate(model: LanguageModel) -> None:
+            sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+            samples = complete(model, run.tokenizer, self.prompts, sampling)
+            for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+                run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
-            on_main_process(generate)
+        on_plain_model(run, generate)
 
 
-def plain_model(run: Run) -> LanguageModel:
-    """Returns the model as it is now, uncompiled, for the main process to generate with.
+def on_plain_model(run: Run, function: Callable[[LanguageModel], Any]) -> Any:
+    """Returns `function(model)` of the main process, to all; the model as it is now, uncompiled.
 
     All ranks call it. A sharded model is gathered, to the main process only, and to its device:
     generation on the CPU would keep the other processes waiting.
     """
     accelerator = run.accelerator
-    if not accelerator.is_fsdp2:
-        return unwrap(accelerator, run.model)
-    full = full_model(accelerator, run.model, run.empty)
-    return run.empty if full is None else full.to(accelerator.device)
+    with evaluating_optimizer(run.optimizer):
+        model: Any = unwrap(accelerator, run.model)
+        if accelerator.is_fsdp2:
+            model = full_model(accelerator, run.model, run.empty)
+        return on_main_process(lambda: function(model.to(accelerator.device)))
 
 
 class Kept:
@@ -197,28 +192,26 @@ class Kept:
     def on_train_begin(self, run: Run) -> None:
         """Samples from the base. A run of release 0.5 that is resumed has no samples."""
         if not run.step and not self.base:
-            self.base = self.on_plain_model(run, kept.sample_base, run.config.init_from)
+            start = str(run.config.init_from)
+            self.base = on_plain_model(run, lambda m: kept.sample_base(m, run.tokenizer, start))
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         if not self.base or run.stopping or run.diverged:
             return
         last = not run.goes_on()
         # A forward pass costs a third of a forward and backward pass.
-        cost = self.base["input_ids"].numel() / 3 / run.metadata["tokens"]
+        tokens = sum(len(prompt + sampled) for prompt, sampled in self.base["texts"])
+        cost = tokens / 3 / run.metadata["tokens"]
         quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
         if last or run.step in quarters:
-            results, answers = self.on_plain_model(run, kept.compare, self.base)
+            results, answers = on_plain_model(
+                run, lambda model: kept.compare(model, run.tokenizer, self.base)
+            )
             run.log.evaluation(results)
             run.call("on_evaluate", metrics=results)
             if last:
                 run.remarks = kept.verdict(results, self.base, answers)
                 run.log.print_line(run.remarks)
-
-    def on_plain_model(self, run: Run, function: Callable[..., Any], argument: Any) -> Any:
-        """Returns `function(model, tokenizer, argument)` of the main process, to all."""
-        with evaluating_optimizer(run.optimizer):
-            model = plain_model(run)
-            return on_main_process(lambda: function(model, run.tokenizer, argument))
 
 
 class Profiler(torch.profiler.profile):

@@ -4,11 +4,11 @@ A model that was trained here on few tokens takes a rate for new weights. A pret
 what it knows at such a rate, while the validation loss falls: docs/chat.md has the study.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.checkpoint.find import find_checkpoint, read_state
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.runtime.files import parse_json
 from gpt2_accel.runtime.options import load_saved
 
 PRETRAINED_RATE = 2e-5  # AdamW's peak
@@ -33,20 +33,17 @@ def tokens_per_parameter(model: str | Path) -> float | None:
     """
     tokens = 0
     known = set()
-    while model and model not in known:
-        known.add(model)
-        folders = [Path(model), Path(model).parent]  # of a run; of a checkpoint, or of `best`
-        run_dir = next((each for each in folders if (each / "run.json").is_file()), None)
-        if run_dir is None:
-            return None
-        try:
-            about = parse_json((run_dir / "run.json").read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError):  # a file is missing or damaged
+        while model not in known:
+            known.add(model)
+            run_dir = Path(model)
+            if not (run_dir / "run.json").is_file():
+                run_dir = run_dir.parent  # of a checkpoint, or of `best`
+            about = load_saved(run_dir / "run.json")
             tokens += about["tokens"]
             model = load_saved(run_dir / "config.yaml")["init_from"]
             if model is None:
                 return tokens / about["parameters"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
     return None
 
 

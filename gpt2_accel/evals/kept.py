@@ -55,66 +55,56 @@ def sample_base(
     The prompts are conversations if the directory or Hub model `base` has a chat template. Those
     that the tokenizer cannot encode, or that leave no room for the new tokens, are left out.
 
-    Returns an empty dict if none is left, or `input_ids` and `targets`, (prompts, T) int64 each, on
-    the CPU, padded at the right; their `nats`, from `sample_nats`; the first `prompts`, and the
-    model's `answers` to them. Targets are the sampled tokens up to the end of a text, and -100.
+    Returns an empty dict if none is left, or `texts`: for each a list of the prompt's token ids and
+    of the sampled ones, up to the end of a text; their `nats`, from `sample_nats`; the first
+    `prompts`, and the model's `answers` to them.
     """
     directory = local_directory(model_directory(base))
     is_there = (directory / "tokenizer.json").exists()
     chat = is_there and load_tokenizer(directory).chat_template is not None
     prompts: list[Prompt] = []
-    rows = []
+    texts: list[list[list[int]]] = []
     for text in PROMPTS:
         prompt: Prompt = user_turn(text) if chat else text
         with suppress(ValueError):  # a character that is not in the vocabulary
             ids = encode_prompt(tokenizer, prompt)
             if len(ids) + NEW_TOKENS <= model.config.n_positions:
                 prompts.append(prompt)
-                rows.append(ids)
-    if not rows:
+                texts.append([ids, []])
+    if not texts:
         return {}
-    lengths = [len(row) for row in rows]
     generator = torch.Generator(model.device).manual_seed(0)
     with evaluating(model):
         cache = KVCache(model)
-        logits = cache.start(rows)
+        logits = cache.start([ids for ids, _ in texts])
         for left in reversed(range(NEW_TOKENS)):
             next_ids = logits.float().softmax(dim=-1).multinomial(1, generator=generator)
-            for row, token in zip(rows, next_ids[:, 0].tolist(), strict=True):
-                row.append(token)
+            for (_, sampled), token in zip(texts, next_ids[:, 0].tolist(), strict=True):
+                sampled.append(token)
             if left:
                 logits = cache.read(next_ids)
     ends = set(text_ends(tokenizer))
-    input_ids = torch.zeros(len(rows), max(lengths) + NEW_TOKENS - 1, dtype=torch.int64)
-    targets = torch.full_like(input_ids, -100)
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        last = next((n for n in range(length, len(row)) if row[n] in ends), len(row) - 1)
-        input_ids[i, :last] = torch.tensor(row[:last])
-        targets[i, length - 1 : last] = torch.tensor(row[length : last + 1])
+    for _, sampled in texts:
+        last = next((n for n, token in enumerate(sampled) if token in ends), NEW_TOKENS)
+        del sampled[last + 1 :]
     return {
-        "input_ids": input_ids,
-        "targets": targets,
-        "nats": sample_nats(model, input_ids, targets),
+        "texts": texts,
+        "nats": sample_nats(model, texts),
         "prompts": prompts[:SHOWN],
         "answers": answers(model, tokenizer, prompts[:SHOWN]),
     }
 
 
 @torch.no_grad()
-def sample_nats(
-    model: LanguageModel, input_ids: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """Returns the sum of the losses of each row's targets, in nats, (rows,) fp32 on the CPU.
-
-    The model reads row by row, as far as a row has targets, so no row has padding.
-    """
+def sample_nats(model: LanguageModel, texts: Sequence[list[list[int]]]) -> list[float]:
+    """Returns the loss of each text's sampled tokens, summed, in nats; reads one by one."""
     nats = []
     with evaluating(model):
-        for row, wanted in zip(input_ids, targets, strict=True):
-            end = int((wanted != -100).nonzero().max()) + 1
-            ids, own = (x[None, :end].to(model.device) for x in (row, wanted))
-            nats.append(model(ids, own, reduction="none").float().sum())
-    return torch.stack(nats).cpu()
+        for prompt, sampled in texts:
+            ids = torch.tensor([prompt + sampled[:-1]], device=model.device)
+            targets = torch.tensor([[-100] * (len(prompt) - 1) + sampled], device=model.device)
+            nats.append(model(ids, targets, reduction="none").float().sum().item())
+    return nats
 
 
 def answers(
@@ -132,9 +122,9 @@ def compare(
 
     `base` is from `sample_base`.
     """
-    targets = base["targets"]
-    more = sample_nats(model, base["input_ids"], targets) - base["nats"]
-    results = mean_loss(more.tolist(), (targets != -100).sum(dim=1).tolist())
+    nats = zip(sample_nats(model, base["texts"]), base["nats"], strict=True)
+    counts = [len(sampled) for _, sampled in base["texts"]]
+    results = mean_loss([new - old for new, old in nats], counts)
     named = {f"val/{name.replace('loss', 'kept')}": value for name, value in results.items()}
     return named, answers(model, tokenizer, base["prompts"])
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from gpt2_accel.runtime.files import atomic_file, read_json_lines
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 else:  # the name for annotations in other modules: matplotlib is optional
     Figure = "Figure"
@@ -19,7 +18,7 @@ else:  # the name for annotations in other modules: matplotlib is optional
 COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK = "#202124"
 FAINT = "#d5d7db"
-WIDTH = 3.5  # inches: legible on a phone; a desktop has two side by side
+SIZE = (3.5, 2.2)  # inches: legible on a phone; a desktop has two side by side
 LOSS_TITLE = "nats per token: training faint, validation bold"
 LOSS_STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"linewidth": 0.8, "alpha": 0.5},
@@ -47,7 +46,8 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
     for name, style in LOSS_STYLES.items():
         x, y = curve_points(lines, name, "tokens")
         curves.append((x, y, dict(style, color=COLOURS[0])))
-    save_png(chart(LOSS_TITLE, "tokens", curves), path)
+    with atomic_file(path) as file:
+        chart(LOSS_TITLE, "tokens", curves).savefig(file, format="png", facecolor="white")
 
 
 def curve_points(
@@ -70,13 +70,19 @@ def curve_points(
     return xs, ys
 
 
-def chart(title: str, xlabel: str, curves: Iterable[Curve], scientific: bool = False) -> "Figure":
+def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
     """Draws curves, with markers if there are few points.
 
-    With `scientific` the numbers on the horizontal axis are in scientific notation. The vertical
-    axis leaves out values in the first twentieth of a curve that are above the rest.
+    The vertical axis leaves out values in the first twentieth of a curve that are above the rest.
     """
-    figure, ax = new_figure(title, WIDTH, 2.2)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, layout="constrained", dpi=160)
+    ax = figure.subplots()
+    ax.set_title(title, loc="left", fontsize=9, color=INK)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8)
+    ax.grid(axis="y", color=FAINT, linewidth=0.6)
     bottom = []
     top = []
     for x, y, style in curves:
@@ -92,43 +98,17 @@ def chart(title: str, xlabel: str, curves: Iterable[Curve], scientific: bool = F
             margin = 0.05 * (high - low)
         ax.set_ylim(low - margin, high + margin)
     ax.set_xlim(left=0)
-    ax.set_xlabel(xlabel)
+    ax.set_xlabel(xlabel, color=INK, fontsize=8)
     ax.locator_params("x", nbins=4)
-    ax.xaxis.set_major_formatter(lambda value, _: short_number(value, scientific))
-    ax.yaxis.set_major_formatter(lambda value, _: short_number(value))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter(lambda value, _: short_number(value))
     return figure
 
 
-def new_figure(title: str, width: float = 5.0, height: float = 3.2) -> tuple["Figure", "Axes"]:
-    """Creates a figure, sized in inches, and its axes in the style of all charts."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=160)
-    ax = figure.subplots()
-    ax.set_title(title, loc="left", fontsize=9, color=INK)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8)
-    ax.xaxis.label.set(color=INK, fontsize=8)
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    return figure, ax
-
-
-def add_legend(ax: "Axes") -> None:
-    """Adds a legend in the style of all charts."""
-    ax.legend(frameon=False, labelcolor=INK, fontsize=8)
-
-
-def save_png(figure: "Figure", path: str | Path) -> None:
-    """Writes a figure as a PNG file."""
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", facecolor="white")
-
-
-def short_number(value: float, scientific: bool = False) -> str:
-    """Formats a number in four digits, such as 1.5B, 10M, 300k, 20, or 1.5e09 if `scientific`."""
+def short_number(value: float) -> str:
+    """Formats a number in four digits, such as 1.5e19, 1.5B, 10M, 300k or 20."""
     value = float(f"{value:.4g}")  # first: 999,999 is 1M, not 1000k
-    if not scientific:
-        for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-            if abs(value) >= size:
-                return f"{value / size:.4g}{letter}"
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.4g}{letter}"
     return f"{value:.4g}".replace("e+", "e")

@@ -246,8 +246,8 @@ class AnyModel(LanguageModel):
         self.accepts = frozenset(inspect.signature(inner.forward).parameters)
         self.aux_coefficient = config.aux_weight
         self._checkpoints = False
-        # peft's model around `inner`, and digests of the base: see `hf/lora.py`. In a tuple it is
-        # not a submodule.
+        # peft's model around `inner`, and the digest of the base's weights: see `hf/lora.py`. In a
+        # tuple it is not a submodule.
         self.adapter: tuple[Any, ...] = ()
         self.chunked = config.has_plain_head
         if self.chunked:

@@ -13,18 +13,14 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from gpt2_accel.config import check_ranges
+from gpt2_accel.config import TrainConfig, check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, Past, attend
-
-if TYPE_CHECKING:
-    from gpt2_accel.config import TrainConfig
 
 
 @dataclass
@@ -63,7 +59,7 @@ class GPTConfig(ModelConfig):
         self.head_dim = self.n_embd // self.n_head
 
     @classmethod
-    def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "GPTConfig":
+    def from_settings(cls, settings: TrainConfig, vocab_size: int) -> "GPTConfig":
         """Returns the shape that a `TrainConfig` describes."""
         n_layer, n_head, n_embd = layers_heads_width(settings)
         return cls(

@@ -11,12 +11,12 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn as nn
 
-from gpt2_accel.config import check_ranges
+from gpt2_accel.config import TrainConfig, check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
@@ -29,9 +29,6 @@ from gpt2_accel.models.parts import (
     rotate,
 )
 from gpt2_accel.rounding import ceil_div, round_up
-
-if TYPE_CHECKING:
-    from gpt2_accel.config import TrainConfig
 
 
 @dataclass
@@ -77,7 +74,7 @@ class LlamaConfig(ModelConfig):
             )
 
     @classmethod
-    def from_settings(cls, settings: "TrainConfig", vocab_size: int) -> "LlamaConfig":
+    def from_settings(cls, settings: TrainConfig, vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
         Layers, heads and width come from `layers_heads_width`, the rest from `proportions`. The

@@ -3,7 +3,6 @@
 import itertools
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,12 +42,6 @@ def process_state() -> PartialState:
             "ACCELERATE_USE_CPU=true before the command"
         )
     return state
-
-
-def processes() -> PartialState:
-    """Returns `process_state()`, under its name in 0.4."""
-    warnings.warn("processes was renamed: call process_state", FutureWarning, stacklevel=2)
-    return process_state()
 
 
 @contextmanager

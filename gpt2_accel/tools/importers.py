@@ -18,7 +18,7 @@ from gpt2_accel.runtime.files import sentence
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
 # The config classes that build-nanogpt pickles; a plain class stands for them, so no code runs.
-PICKLED = [(SimpleNamespace, name) for name in ("__main__.GPTConfig", "train_gpt2.GPTConfig")]
+PICKLED: list[Any] = [(SimpleNamespace, name) for name in ("__main__.GPTConfig", "train_gpt2.GPTConfig")]
 
 
 def read_checkpoint(path: Path) -> LanguageModel:

@@ -21,7 +21,6 @@ from gpt2_accel.hf.loss_plot import (
     LOSS_STYLES,
     LOSS_TITLE,
     Figure,
-    add_legend,
     chart,
     curve_points,
     require_matplotlib,
@@ -191,7 +190,7 @@ def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
         figure = draw_one(runs, title, styles, axis)
         if figure is not None:
             figure.set_figheight(3.2)
-            add_legend(figure.axes[0])
+            figure.axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
             name = "loss" if axis == "tokens" else f"loss-over-{axis}"
             figures[name] = figure
     for name in chain(metrics, TRAINING):
@@ -214,7 +213,7 @@ def draw_one(
         curves.append(([], [], {"label": run.name, "color": colour}))
     if max(len(x) for x, _, _ in curves) < 2:
         return None
-    return chart(title, AXES[axis][0], curves, scientific=axis == "flops")
+    return chart(title, AXES[axis][0], curves)
 
 
 def themed_svg(figure: "Figure") -> str:
