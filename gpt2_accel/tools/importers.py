@@ -3,6 +3,7 @@
 import re
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,10 @@ from gpt2_accel.runtime.files import sentence
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
 # The config classes that build-nanogpt pickles; a plain class stands for them, so no code runs.
-PICKLED: list[Any] = [(SimpleNamespace, name) for name in ("__main__.GPTConfig", "train_gpt2.GPTConfig")]
+PICKLED: list[Callable | tuple[Callable, str]] = [
+    (SimpleNamespace, "__main__.GPTConfig"),
+    (SimpleNamespace, "train_gpt2.GPTConfig"),
+]
 
 
 def read_checkpoint(path: Path) -> LanguageModel:
