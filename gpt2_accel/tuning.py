@@ -12,7 +12,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.runtime.options import load_saved
 
 PRETRAINED_RATE = 2e-5  # AdamW's peak
-PRETRAINED_LORA_RATE = 5e-4
+PRETRAINED_LORA_RATE = 2e-4
 # Training tokens per parameter of a model with little to lose: compute-optimal training takes more
 # (Hoffmann et al., 2022, arXiv:2203.15556).
 FEW_TOKENS = 20
