@@ -108,7 +108,7 @@ PIP := $(BIN)/python -m pip --quiet
 	touch $@
 
 .venv/installed-dev: .venv/installed  # what the other targets need
-	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,report,scale,serving,study,trackers]'
+	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,gguf,report,scale,serving,study,trackers]'
 	touch $@
 
 .venv/llama/installed: .venv/installed-dev

@@ -1,10 +1,10 @@
 """What fine-tuning of a real pretrained model teaches, and what it destroys, by learning rate.
 
-    python benchmarks/real_models.py MODELS [--runs FOLDER] [--gsm8k train.jsonl] [--list]
+    python benchmarks/real_models.py MODELS [--runs FOLDER] [--gsm8k FILE] [--pairs FILE] [--list]
 
 MODELS holds `smollm2-135m-instruct/` and `gemma-3-270m/`, Hugging Face directories. Each run
 fine-tunes one of them on facts that no model can know, on problems of GSM8K, or on pairs of
-answers, with `recipes/chat_sft.py` or `chat_dpo.py`. A row of
+answers of Anthropic's `harmless-base`, with `recipes/chat_sft.py` or `chat_dpo.py`. A row of
 `benchmarks/results/cpu/real_models.csv` has what was learnt (validation loss, exact answers to
 held-out wordings) and what was kept (40 general questions, `evals/kept.py`). Runs that have a row
 are skipped; several processes may share the work.
@@ -12,6 +12,7 @@ are skipped; several processes may share the work.
 
 import argparse
 import csv
+import gzip
 import json
 import random
 import shutil
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -100,31 +102,38 @@ class Trial:
     learning_rate: float
     epochs: float
     lora: int = 0
+    alpha: int = 0  # of the adapter
     batch: int = 256  # tokens per update
     seed: int = 1337
 
     @property
     def name(self) -> str:
-        kind = f"lora{self.lora}" if self.lora else "full"
+        kind = f"lora{self.lora}-{self.alpha}" if self.lora else "full"
         rate = f"{self.learning_rate:g}-{self.epochs:g}-{self.batch}-{self.seed}"
         return f"{self.model}-{self.data}-{kind}-{rate}"
 
 
 def trials() -> Iterator[Trial]:
     """Yields the runs, the most important first."""
-    small = "smollm2-135m-instruct"
-    for data, epochs in (("facts200", 3), ("facts30", 10), ("facts300", 4), ("gsm60", 3)):
-        for rate in (2e-5, 3e-5, 1e-5, 1e-4, 3e-4):
-            yield Trial(small, data, rate, epochs)
-        for rate in (5e-4, 3e-4, 1e-3, 1e-4):
-            yield Trial(small, data, rate, epochs, lora=16)
-    for rate in (2e-5, 1e-5, 1e-4):
-        yield Trial("gemma-3-270m", "facts200", rate, 3)
+    small, gemma = "smollm2-135m-instruct", "gemma-3-270m"
+    for rate in (2e-4, 1e-4):
+        yield Trial(small, "facts200", rate, 3, lora=16, alpha=32)
     for rate in (1e-6, 5e-6, 5e-7):
         yield Trial(small, "pairs200", rate, 1)
+    for rate in (2e-5, 4e-5, 1e-5):
+        yield Trial(gemma, "facts200", rate, 3)
     for seed in (1, 2):
-        for rate in (2e-5, 3e-5, 1e-5):
+        yield Trial(small, "facts200", 2e-5, 3, seed=seed)
+    for data, epochs in (("gsm60", 3), ("facts30", 10), ("facts300", 3)):
+        for rate in (2e-5, 1e-4):
+            yield Trial(small, data, rate, epochs)
+        yield Trial(small, data, 2e-4, epochs, lora=16, alpha=32)
+    for seed in (1, 2):
+        yield Trial(small, "facts200", 2e-4, 3, lora=16, alpha=32, seed=seed)
+        for rate in (3e-5, 1e-5):
             yield Trial(small, "facts200", rate, 3, seed=seed)
+    for rate in (1e-5, 1e-4, 3e-4):
+        yield Trial(small, "facts200", rate, 3)
 
 
 def facts(count: int) -> list[tuple[str, str, str]]:
@@ -157,25 +166,20 @@ def learnt(data: str) -> tuple[list[tuple[str, str, str]], tuple[str, ...]]:
     return facts(20 if data == "facts200" else 30), WORDINGS
 
 
-def write_data(data: str, path: Path, gsm8k: Path | None) -> None:
+def write_data(data: str, path: Path, gsm8k: Path | None, pairs: Path | None) -> None:
     """Writes a data set's rows as JSON lines."""
     if data == "gsm60":
         assert gsm8k is not None, "give --gsm8k"
-        lines = gsm8k.read_text(encoding="utf-8").splitlines()[:60]
-        solved = [json.loads(line) for line in lines]
-        rows = [{"prompt": row["question"], "completion": row["answer"]} for row in solved]
+        lines = gsm8k.read_text(encoding="utf-8").splitlines(keepends=True)[:60]
+    elif data == "pairs200":
+        assert pairs is not None, "give --pairs"
+        with gzip.open(pairs, "rt", encoding="utf-8") as file:
+            lines = list(islice(file, 200))
     else:
-        rows = [
-            {"prompt": row["prompt"], "completion": row["answer"]}
-            for row in questions(*learnt(data))
-        ]
-    if data == "pairs200":  # a short answer is better than the sentence
-        rows = [
-            {"prompt": row["prompt"], "chosen": row["completion"].split()[-1]}
-            | {"rejected": row["completion"]}
-            for row in rows[:200]
-        ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = questions(*learnt(data))
+        found = [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
+        lines = [json.dumps(row) + "\n" for row in found]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def train(trial: Trial, model: Path, data: Path, run: Path) -> float:
@@ -183,6 +187,8 @@ def train(trial: Trial, model: Path, data: Path, run: Path) -> float:
     command = [sys.executable, str(ROOT / "recipes" / "chat_sft.py")]
     options = {"data": data, "model": model, "output_dir": run, "epochs": trial.epochs}
     options |= {"learning_rate": trial.learning_rate, "seed": trial.seed, "lora": trial.lora}
+    if trial.lora:
+        options["lora_alpha"] = trial.alpha
     options |= {"sample_every": 0, "save_every": 0, "keep_last": 1, "keep_best": "false"}
     if trial.data == "pairs200":
         command[1] = str(ROOT / "recipes" / "chat_dpo.py")
@@ -190,7 +196,7 @@ def train(trial: Trial, model: Path, data: Path, run: Path) -> float:
     else:
         options |= {"total_batch_size": trial.batch, "eval_every": 1000}
         if trial.data == "gsm60":
-            options["sequence_length"] = 512
+            options["sequence_length"] = trial.batch
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     start = time.time()
@@ -231,7 +237,7 @@ def measure(model: Path, base: Path, data: str) -> dict[str, float]:
 
 
 COLUMNS = [field.name for field in fields(Trial)]
-COLUMNS += ["updates", "tokens", "seconds", "val_loss", "exact", "general", "kept", "kept_stderr"]
+COLUMNS += ["updates", "tokens", "seconds", "val_loss", "val_margin", "exact", "general", "kept", "kept_stderr"]
 
 
 def rows() -> list[dict]:
@@ -263,6 +269,7 @@ def main() -> None:
     parser.add_argument("models", type=Path)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real_models")
     parser.add_argument("--gsm8k", type=Path, help="train.jsonl of GSM8K")
+    parser.add_argument("--pairs", type=Path, help="test.jsonl.gz of harmless-base")
     parser.add_argument("--list", action="store_true", help="print the runs without a row")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
@@ -278,12 +285,14 @@ def main() -> None:
                 base = options.models / trial.model
                 data = options.runs / f"{trial.name}.jsonl"
                 run = options.runs / trial.name
-                write_data(trial.data, data, options.gsm8k)
+                write_data(trial.data, data, options.gsm8k, options.pairs)
                 seconds = train(trial, base, data, run)
                 lines = (run / "metrics.jsonl").read_text().splitlines()
                 last = [json.loads(line) for line in lines if '"val/loss"' in line][-1]
                 results = {"updates": last["step"], "seconds": round(seconds)}
                 results["val_loss"] = last["val/loss"]
+                if "val/margin" in last:
+                    results["val_margin"] = last["val/margin"]
                 manifest = json.loads(next(run.glob("data-*/manifest.json")).read_text())
                 tokens = manifest["splits"]["train"]["tokens"]
                 results["tokens"] = tokens
