@@ -3,9 +3,11 @@
     python benchmarks/chat.py quickstart smollm2 gemma --models MODELS
 
 Each model has three comparisons: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
-`chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, in fp32 and uncompiled, on the
-same conversations or pairs. Updates have the same mean number of tokens that count in the loss.
-`SFTTrainer` is measured with packed windows and with padded batches of conversations.
+`chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, uncompiled, on the same
+conversations or pairs. Updates have the same mean number of tokens that count in the loss.
+`SFTTrainer` is measured with packed windows and with padded batches of conversations. Real models
+have a plain loop with the model of `transformers` too, and generation after a prompt of 16 tokens;
+all of it in fp32 and, where the device computes in bf16, in bf16.
 
 - quickstart: the quickstart's model, with random weights and a small BPE. A window has its 128
   positions.
@@ -33,6 +35,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
+from gpt2_accel.runtime.device import has_bf16, launch_device
 from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 sys.path.append(str(Path(__file__).parent.parent / "recipes"))
@@ -50,7 +53,10 @@ PAIRS = 200
 
 @dataclass(frozen=True)
 class Setup:
-    """The sizes for a model: tokens per window, windows or pairs per update, updates per turn."""
+    """The sizes for a model: tokens per window, windows or pairs per update, updates per turn.
+
+    Without `pairs` only full fine-tuning and generation are measured.
+    """
 
     title: str
     length: int
@@ -62,7 +68,7 @@ class Setup:
 SETUPS = {
     "quickstart": Setup("The quickstart's model", 128, 8, 8, 20),
     "smollm2": Setup("SmolLM2-135M-Instruct", 256, 2, 2, 5),
-    "gemma": Setup("Gemma 3 270M", 256, 2, 2, 5),
+    "gemma": Setup("Gemma 3 270M", 256, 2, 0, 10),
 }
 
 
@@ -124,13 +130,15 @@ def counted(folder: Path, setup: Setup, pairs: bool) -> tuple[float, float]:
     return train["counted"] / windows, train["documents"] / windows
 
 
-def comparisons_of(folder: Path, setup: Setup) -> list[list[Job]]:
-    """Returns the programs of fine-tuning, of LoRA and of preference training; the first of each
-    is this package's."""
+def comparisons_of(name: str, folder: Path, precision: str) -> list[list[Job]]:
+    """Returns the programs of fine-tuning, of LoRA, of preference training and of generation; the
+    first of each is this package's."""
+    setup = SETUPS[name]
     targets, conversations = counted(folder, setup, pairs=False)
     full = Job(
         "chat_sft",
         "chat_recipe",
+        precision=precision,
         recipe="chat_sft",
         model=str(folder / "model"),
         data=str(folder / "chats.jsonl"),
@@ -144,6 +152,10 @@ def comparisons_of(folder: Path, setup: Setup) -> list[list[Job]]:
         batch_size = round(setup.windows * conversations)
         padded = replace(packed, name="SFTTrainer, padded", packed=False, batch_size=batch_size)
         comparisons.append([ours, packed, padded])
+    if name in REAL:
+        comparisons[0].append(replace(full, name="a plain loop", kind="hf_loop"))
+    if not setup.pairs:
+        return [comparisons[0], *generation(full)]
     targets, _ = counted(folder, setup, pairs=True)
     ours = replace(
         full,
@@ -154,6 +166,18 @@ def comparisons_of(folder: Path, setup: Setup) -> list[list[Job]]:
         targets=round(setup.pairs * targets),
     )
     comparisons.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
+    return comparisons + (generation(full) if name in REAL else [])
+
+
+def generation(full: Job) -> list[list[Job]]:
+    """Returns the programs that generate one text and eight at once."""
+    comparisons = []
+    for texts in (1, 8):
+        ours = Job("gpt2_accel", "generate", precision=full.precision, model=full.model)
+        ours = replace(ours, batch_size=texts, new_tokens=64)
+        comparisons.append(
+            [ours, replace(ours, name="generate of transformers", kind="hf_generate")]
+        )
     return comparisons
 
 
@@ -170,19 +194,24 @@ def main() -> None:
     for name in options.names:
         setup = SETUPS[name]
         result_rows = []
-        updates = options.updates or setup.updates
+        precisions = ["no"]
+        if name in REAL and has_bf16(launch_device()):
+            precisions.append("bf16")
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             write_model(name, folder, write_rows(folder), options.models)
-            for number, jobs in enumerate(comparisons_of(folder, setup)):
-                replies = run_in_turns(jobs, options.rounds, updates, folder / f"runs{number}")
-                result_rows += rows(jobs, replies, updates)
+            for precision in precisions:
+                for number, jobs in enumerate(comparisons_of(name, folder, precision)):
+                    updates = 1 if jobs[0].new_tokens else options.updates or setup.updates
+                    runs = folder / f"runs-{precision}-{number}"
+                    replies = run_in_turns(jobs, options.rounds, updates, runs)
+                    result_rows += rows(jobs, replies, updates)
         for row in result_rows:
             row["targets_per_second"] = row.pop("tokens_per_second")
-        title = (
-            f"{setup.title}, {setup.windows} x {setup.length} tokens or {setup.pairs} pairs per "
-            f"update, {options.rounds} rounds"
-        )
+        size = f"{setup.windows} x {setup.length} tokens"
+        if setup.pairs:
+            size += f" or {setup.pairs} pairs"
+        title = f"{setup.title}, {size} per update, {options.rounds} rounds"
         write_result(f"chat_{name}", {"title": title, "rows": result_rows}, options.results)
 
 

@@ -31,7 +31,7 @@ class Job:
     # "generate" and "hf_generate"
     new_tokens: int = 0  # per text
 
-    # "chat_recipe" and "trl_trainer"
+    # "chat_recipe", "trl_trainer" and "hf_loop"; for generation, `model` replaces `shape`
     recipe: str = ""  # "chat_sft" or "chat_dpo"
     model: str = ""  # model directory
     data: str = ""  # file of conversations or pairs

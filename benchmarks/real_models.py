@@ -237,7 +237,17 @@ def measure(model: Path, base: Path, data: str) -> dict[str, float]:
 
 
 COLUMNS = [field.name for field in fields(Trial)]
-COLUMNS += ["updates", "tokens", "seconds", "val_loss", "val_margin", "exact", "general", "kept", "kept_stderr"]
+COLUMNS += [
+    "updates",
+    "tokens",
+    "seconds",
+    "val_loss",
+    "val_margin",
+    "exact",
+    "general",
+    "kept",
+    "kept_stderr",
+]
 
 
 def rows() -> list[dict]:

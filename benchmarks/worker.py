@@ -187,11 +187,13 @@ def matmul(job: Job, folder: str, gate: Gate) -> None:
 def generate(job: Job, folder: str, gate: Gate) -> None:
     """This package's generation: greedy, without end of text, after 16 random tokens."""
     from gpt2_accel.generation.sampling import Sampling, tokens
+    from gpt2_accel.hf.convert import from_pretrained
     from gpt2_accel.models import convert_parameters
 
-    model = GPT(GPTConfig(**job.shape)).to(DEVICE).eval()
+    model = from_pretrained(job.model) if job.model else GPT(GPTConfig(**job.shape))
+    model = model.to(DEVICE).eval()
     convert_parameters(model, AUTOCAST_DTYPES.get(job.precision, torch.float32))
-    prompts = torch.randint(job.shape["vocab_size"], (job.batch_size, 16)).tolist()
+    prompts = torch.randint(model.config.vocab_size, (job.batch_size, 16)).tolist()
     sampling = Sampling(job.new_tokens, temperature=0, compile=job.compile)
     while True:
         for _ in tokens(model, prompts, sampling):
@@ -200,13 +202,17 @@ def generate(job: Job, folder: str, gate: Gate) -> None:
 
 
 def hf_generate(job: Job, folder: str, gate: Gate) -> None:
-    """The same with `generate` of transformers and its GPT-2 of the same shape."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """The same with `generate` of transformers: the same model, or GPT-2 of the same shape."""
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(**job.shape, bos_token_id=None, eos_token_id=None)
-    dtype = AUTOCAST_DTYPES.get(job.precision, torch.float32)
-    model = GPT2LMHeadModel(config).to(DEVICE, dtype).eval()
-    prompts = torch.randint(config.vocab_size, (job.batch_size, 16), device=DEVICE)
+    if job.model:
+        model = AutoModelForCausalLM.from_pretrained(job.model)
+        model.generation_config.eos_token_id = None
+    else:
+        config = GPT2Config(**job.shape, bos_token_id=None, eos_token_id=None)
+        model = GPT2LMHeadModel(config)
+    model = model.to(DEVICE, AUTOCAST_DTYPES.get(job.precision, torch.float32)).eval()
+    prompts = torch.randint(model.config.vocab_size, (job.batch_size, 16), device=DEVICE)
     while True:
         model.generate(prompts, max_new_tokens=job.new_tokens, do_sample=False, pad_token_id=0)
         gate()
@@ -249,7 +255,7 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
     arguments = {
         "output_dir": folder,
         "use_cpu": DEVICE.type == "cpu",
-        "bf16": False,
+        "bf16": job.precision == "bf16",
         "gradient_checkpointing": False,  # by default it computes each forward twice
         "per_device_train_batch_size": job.batch_size,
         "max_length": job.length,
@@ -287,12 +293,32 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
     ).train()
 
 
+def hf_loop(job: Job, folder: str, gate: Gate) -> None:
+    """A plain loop with a model of transformers, fused AdamW and clipping, on random windows."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32).to(DEVICE)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, BETA2), fused=True)
+    dtype = AUTOCAST_DTYPES.get(job.precision)
+    shape = (job.batch_size, job.length)
+    while True:
+        windows = torch.randint(model.config.vocab_size, shape, device=DEVICE)
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+            loss = model(input_ids=windows, labels=windows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 KINDS = {
     "toolkit": toolkit,
     "hf_trainer": hf_trainer,
     "loop": loop,
     "chat_recipe": chat_recipe,
     "trl_trainer": trl_trainer,
+    "hf_loop": hf_loop,
     "matmul": matmul,
     "generate": generate,
     "hf_generate": hf_generate,
