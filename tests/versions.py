@@ -21,6 +21,7 @@ PACKAGES = (
     "tokenizers",
     "trl",
     "peft",
+    "gguf",
 )
 TESTS = (
     *("models", "generation", "checkpoint", "evals/test_evals.py", "test_train.py"),
