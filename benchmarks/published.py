@@ -39,6 +39,15 @@ TEXTS |= {"data/own_python": 243_393, "data/own_shakespeare": 274_527}
 NAMES = {"gpt2": "GPT-2", "qwen3": "Qwen3", "nanochat": "nanochat"}
 ROWS = {"gpt2": 4096 + 128, "qwen3": 4096, "nanochat": 2 * 4096}
 
+# Of `real_models`: data -> how the table names it.
+DATA = {
+    "facts30": "30 conversations",
+    "facts200": "200 conversations",
+    "facts300": "300 conversations",
+    "gsm60": "60 problems of GSM8K",
+    "pairs200": "200 pairs (DPO; margin)",
+}
+
 # Study -> its setting, and the names of the values, the baseline first.
 NANOGPT_LIST = {
     "clipping": ("max_grad_norm", {1.0: "clipped at norm 1", 0.0: "never clipped"}),
@@ -317,6 +326,35 @@ def nanogpt_list(folder: Path) -> str:
     return markdown(("variant", "loss", "difference", "verdict"), rows)
 
 
+def real_models(folder: Path) -> str:
+    """Returns what fine-tuning of pretrained models taught and kept; seeds are averaged."""
+    runs = pd.read_csv(folder / "cpu/real_models.csv")
+    runs = runs[runs.data != "none"]
+    order = runs.data.map(list(DATA).index)
+    runs = runs.assign(order=order).sort_values(["model", "order", "lora", "learning_rate"])
+    same = ["model", "order", "data", "lora", "alpha", "learning_rate", "updates", "batch"]
+    rows = []
+    for values, group in runs.groupby(same, sort=False):
+        model, _, data, lora, alpha, rate, updates, batch = values
+        held_out = group.val_margin if data == "pairs200" else group.val_loss
+        mean = group[["exact", "general", "kept"]].mean()
+        rows.append(
+            [
+                f"{'Gemma' if 'gemma' in model else 'SmolLM2'}, {DATA[data]}",
+                f"LoRA {lora}, alpha {alpha}" if lora else "full",
+                f"{rate:.0e}".replace("e-0", "e-"),
+                f"{updates}" if data == "pairs200" else f"{updates} x {batch}",
+                str(len(group)),
+                f"{held_out.mean():.2g}",
+                "" if math.isnan(mean.exact) else f"{mean.exact:.0%}",
+                f"{mean.general:.3g}",
+                f"{mean.kept:.2f}",
+            ]
+        )
+    heads = ("", "trained", "rate", "updates x tokens", "seeds", "val/loss", "exact", "general")
+    return markdown((*heads, "val/kept"), rows)
+
+
 STUDIES = {
     "nanogpt_list": nanogpt_list,
     "scaling": scaling,
@@ -327,4 +365,5 @@ STUDIES = {
     "optimizers": optimizers,
     "architectures": architectures,
     "equal_flops": equal_flops,
+    "real_models": real_models,
 }

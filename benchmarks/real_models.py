@@ -116,8 +116,8 @@ class Trial:
 def trials() -> Iterator[Trial]:
     """Yields the runs, the most important first."""
     small, gemma = "smollm2-135m-instruct", "gemma-3-270m"
-    for rate in (2e-4, 1e-4):
-        yield Trial(small, "facts200", rate, 3, lora=16, alpha=32)
+    for rate, epochs in ((2e-4, 3), (1e-4, 3), (1e-4, 9)):
+        yield Trial(small, "facts200", rate, epochs, lora=16, alpha=32)
     for rate in (1e-6, 5e-6, 5e-7):
         yield Trial(small, "pairs200", rate, 1)
     for rate in (2e-5, 4e-5, 1e-5):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -18,6 +19,7 @@ from gpt2_accel.data.loader import Batch, EvalLoader, open_split
 from gpt2_accel.data.shards import folder_of
 from gpt2_accel.evals.validation import per_window
 from gpt2_accel.hf.safetensors_files import weights_digest
+from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import remove_leftovers, write_file
 from gpt2_accel.runtime.processes import on_main_process
 
@@ -54,6 +56,7 @@ class Preferences:
         self.prefix = f"reference-{mark[:16]}-"  # `file`'s name begins with it
         self.file = ""  # file name of the reference's log-probabilities
         self.reference: dict[str, torch.Tensor] = {}  # split -> log-probabilities, (pairs, 2)
+        self.trim = False  # a compiled model would compile again for each length
 
     def __call__(
         self, model: torch.nn.Module, batch: Batch
@@ -69,7 +72,7 @@ class Preferences:
         The pairs are from the training split in training, otherwise from the validation split. In
         training a mixture of experts adds its load balancing loss, which is then also a figure.
         """
-        logs, tokens, balance = answer_log_probabilities(model, batch)
+        logs, tokens, balance = answer_log_probabilities(model, batch, self.trim)
         if batch.numbers is not None:  # None in a trial of the memory
             split = "train" if model.training else "val"
             logs = logs - self.reference[split][batch.numbers]
@@ -110,6 +113,7 @@ class Preferences:
         reference.
         """
         accelerator = run.accelerator
+        self.trim = accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
         if not run.step:
             precision = accelerator.mixed_precision
             # Another name than in 0.5, which rounded them to bf16.
@@ -154,7 +158,7 @@ class Preferences:
             )
             title = f"reference, {split}"
             figures = per_window(
-                run.accelerator, run.model, loader, reference_figures, title, run.interrupted
+                run.accelerator, run.model, loader, self.log_probabilities, title, run.interrupted
             )
             if figures is None:
                 run.stopping = True
@@ -162,18 +166,29 @@ class Preferences:
             tables[split] = torch.stack(list(figures.values()), dim=1)
         return tables
 
+    def log_probabilities(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """Returns the log-probabilities of both answers of each pair, (B,) each."""
+        logs, _, _ = answer_log_probabilities(model, batch, self.trim)
+        return {"chosen": logs[:, 0], "rejected": logs[:, 1]}
+
 
 def answer_log_probabilities(
-    model: torch.nn.Module, batch: Batch
+    model: torch.nn.Module, batch: Batch, trim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Returns the log-probabilities of the chosen and the rejected answers, and their tokens.
 
     Both are (B, 2). For a mixture of experts in training the third result is a pair of scalars: the
-    amount that it adds to the loss, and its load balancing loss.
+    amount that it adds to the loss, and its load balancing loss. `trim` leaves out the padding at
+    the end that all answers have, but for a multiple of 64 tokens.
     """
     count, length = batch.input_ids.shape
     ids = batch.input_ids.view(2 * count, length // 2)
     targets = batch.targets.view(2 * count, length // 2)
+    if trim:
+        counted = (targets != -100).any(dim=0)
+        longest = int(counted.nonzero().max()) + 1
+        kept = round_up(longest, 64)
+        ids, targets = ids[:, :kept].contiguous(), targets[:, :kept].contiguous()
     nats = model(ids, targets, reduction="none")
     balance = None
     if isinstance(nats, tuple):
@@ -184,12 +199,6 @@ def answer_log_probabilities(
     logs = -nats.float().sum(dim=1)
     tokens = (targets != -100).sum(dim=1).clamp(min=1)
     return logs.view(count, 2), tokens.view(count, 2), balance
-
-
-def reference_figures(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    """Returns the log-probabilities of both answers of each pair, (B,) each."""
-    logs, _, _ = answer_log_probabilities(model, batch)
-    return {"chosen": logs[:, 0], "rejected": logs[:, 1]}
 
 
 def read_reference(path: Path) -> dict[str, torch.Tensor]:

@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import Batch, TrainLoader, open_split
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.preferences import Preferences
+from gpt2_accel.preferences import Preferences, answer_log_probabilities
 from gpt2_accel.tokenizer import load_tokenizer
 
 RECIPE = "recipes/chat_dpo.py"
@@ -227,6 +227,20 @@ def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, st
     assert last["val/loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
     assert last["val/margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert last["val/reward_accuracy"] == pytest.approx((margins > 0).float().mean().item())
+
+
+def test_common_padding_is_not_computed(start):
+    model = from_pretrained(start)
+    ids = torch.randint(model.config.vocab_size, (3, 2 * model.config.n_positions))
+    targets = torch.full_like(ids, -100)
+    targets[0, :5] = targets[1, model.config.n_positions :][3:60] = 7
+    targets[2, 1] = targets[2, -model.config.n_positions] = 7
+    lengths = []
+    model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    results = [answer_log_probabilities(model, Batch(ids, targets), trim) for trim in (True, False)]
+    assert lengths == [64, model.config.n_positions]
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-6)
 
 
 def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
