@@ -123,18 +123,13 @@ class Evaluations:
             if not run.stopping:
                 loss = run.evaluate(evaluation).get("val/loss")
                 if loss is not None:
-                    check_loss(loss)
+                    if not math.isfinite(loss):
+                        raise Diverged(
+                            f"the run has diverged, val/loss is {loss}: resume from an earlier "
+                            "checkpoint with a lower --learning_rate, or start again with it"
+                        )
                     run.state.count(loss)
             run.unevaluated = run.unevaluated or run.stopping
-
-
-def check_loss(loss: float) -> None:
-    """Raises `Diverged` if a validation loss is not finite."""
-    if not math.isfinite(loss):
-        raise Diverged(
-            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a "
-            "lower --learning_rate, or start again with it"
-        )
 
 
 class Samples:

@@ -140,8 +140,6 @@ class Run:
         config = self.config
         with all_or_none():
             saved = read_state(checkpoint)
-            if saved["data"] == data_fingerprint(config.data_dir, "imported"):
-                saved["data"] = self._order["data"]  # 0.5 read other trainers' files in place
             for name, value in self._order.items():
                 if saved[name] != value and not config.ignore_changes:
                     raise ValueError(

@@ -1,6 +1,5 @@
 """Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -32,7 +31,6 @@ from gpt2_accel.data.shards import (
     read_manifest,
     read_parts,
 )
-from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
@@ -177,15 +175,6 @@ def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerat
             f"{type(model.inner).__name__} does not keep documents apart: leave out "
             "--document_mask, or prepare the conversations again, for this model"
         )
-
-
-def print_estimate(config: TrainConfig) -> None:
-    """Prints the estimate that `--dry_run` asks for, once per launch.
-
-    It needs no Accelerator: the planned hardware may be in another machine.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        print(estimate_run(config))
 
 
 def default_callbacks(

@@ -88,10 +88,9 @@ def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
 
 
-States = Mapping[str, Mapping[str, Any]]
-
-
-def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+def split(
+    states: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """Returns the tensors of named states as `NAME/KEY`, and the other values by name and key."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}

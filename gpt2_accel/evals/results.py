@@ -6,12 +6,10 @@ from pathlib import Path
 
 from gpt2_accel.runtime.files import number, parse_json
 
-Rows = Mapping[str, Sequence[str]]  # row title -> cells
 
-
-def markdown(heads: Sequence[str], rows: Rows) -> str:
+def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     """Returns a Markdown table whose columns are aligned in plain text. The first of `heads` is
-    the head of the row titles."""
+    the head of the row titles; `rows` maps these to cells."""
     lines = [list(heads)]
     for title, cells in rows.items():
         line = [title]

@@ -8,12 +8,12 @@ Shape letters: B batch, T sequence, C width.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from gpt2_accel.kernels import attention, cross_entropy
 from gpt2_accel.models.parts import (
     Mask,
-    Past,
     document_mask,
     document_positions,
     head_loss,
@@ -126,25 +125,6 @@ def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, in
     return settings.n_layer, settings.n_head, settings.n_embd
 
 
-class Trainable(Protocol):
-    """What a run needs from a model, a `torch.nn.Module`. `LanguageModel` has it all."""
-
-    separator: int | None  # the token that starts documents, if attention stays inside them
-    checkpoint_activations: bool
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def config_class(self) -> type[ModelConfig]: ...  # builds `config` again from its fields
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def forward(self) -> Callable[..., Any]: ...  # see `LanguageModel.forward`
-    def tie_weights(self) -> None: ...
-
-
 class LanguageModel(nn.Module):
     """A language model. A subclass has the modules, `config_class`, `hidden` and `head_weight`.
 
@@ -193,7 +173,7 @@ class LanguageModel(nn.Module):
         blocks: nn.ModuleList,
         x: torch.Tensor,
         *inputs: object,
-        cache: Sequence[Past] | None = None,
+        cache: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         """Returns the output of the last block. x: (B, T, C) -> (B, T, C).
 
@@ -212,7 +192,7 @@ class LanguageModel(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None,
+        cache: Sequence[Any] | None,
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 
@@ -292,7 +272,7 @@ class LanguageModel(nn.Module):
         return document_mask(documents)
 
     def new_cache(self, slots: int = 0) -> Any:
-        """Returns an empty KV cache, a `Past` for each block.
+        """Returns an empty KV cache, a cache layer of `transformers` for each block.
 
         With `slots` it has memory for that many tokens, else it grows. For a class of
         `transformers` it is a cache of that class, or None.

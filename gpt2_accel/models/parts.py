@@ -4,7 +4,6 @@ Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vo
 """
 
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +13,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from gpt2_accel.kernels import attention, cross_entropy
 
 Mask = torch.Tensor | BlockMask
-
-
-class Past(Protocol):
-    """The KV cache of a block, such as a cache layer of `transformers`."""
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values of new tokens, (B, H, T, D); returns all keys and values."""
 
 
 class Embedding(nn.Embedding):
