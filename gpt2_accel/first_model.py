@@ -69,7 +69,7 @@ def users_model(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     given: "torch.nn.Module | NewModel",
-) -> LanguageModel:
+) -> Any:
     """Returns the user's model, or builds it. Raises `ValueError` if a run cannot train it."""
     model: Any = given
     if not isinstance(given, torch.nn.Module):

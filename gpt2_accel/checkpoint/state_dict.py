@@ -39,8 +39,7 @@ def full_model(
     the others have no memory. All ranks must call it if the model is sharded: the shards are
     gathered, one tensor at a time.
     """
-    plain = unwrap(accelerator, model)
-    state = plain.state_dict(keep_vars=True)
+    state = unwrap(accelerator, model).state_dict(keep_vars=True)
     if trained:
         state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
     tensors = gather_to_host(accelerator, state)

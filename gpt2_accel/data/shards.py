@@ -105,7 +105,7 @@ class ShardWriter:
 
     def append(self, tokens: np.ndarray) -> None:
         """Appends tokens, (n,) integers that fit `dtype`."""
-        data = np.ascontiguousarray(tokens, self.dtype)
+        data = np.ascontiguousarray(tokens, self.dtype).data
         self._digest.update(data)
         self._file.write(data)
         self.tokens += len(tokens)

@@ -57,12 +57,12 @@ def import_tokens(source: str, data_dir: str | Path, command: str) -> dict:
     if min(files).suffix == ".ds":
         marks = text_ends(tokenizer)[-1:]  # a token follows each document
 
-    def write(folder: Path, _: dict) -> dict:
+    def write(folder: Path, record: dict) -> dict:
         left = sum(len(ids) for _, ids in files.values())
         left -= min(left // 20, MOST_HELD_OUT)  # datatrove's tokens for training
         writers = {s: ShardWriter(folder / f"{s}_000000.bin", dtype) for s in ("train", "val")}
         for path, (_, ids) in files.items():
-            if ids.max() >= len(tokenizer):
+            if ids.max(initial=0) >= len(tokenizer):
                 raise ValueError(
                     f"{path} holds the token id {ids.max()}, and its tokenizer {len(tokenizer)} "
                     f"tokens: put the files' own tokenizer into {own}"
@@ -95,9 +95,9 @@ def open_tokens(path: Path) -> tuple[str, np.ndarray]:
     start = np.fromfile(path, "<u2", PROBED)
     if path.suffix == ".ds":
         kind, count, *_ = Path(f"{path}.metadata").read_text().splitlines()
-        name = kind.removeprefix("openai-community/").partition("|")[0]
+        name, _, own_width = kind.removeprefix("openai-community/").partition("|")
+        width = int(own_width or 2)  # older versions have none
         tokens = int(count)
-        width = 4 if size >= 4 * tokens else 2  # older versions do not write it
     elif start[:4].tobytes() == HEADER:
         tokens = int(start[4:6].view("<u4")[0])
         offset = 1024
@@ -108,6 +108,8 @@ def open_tokens(path: Path) -> tuple[str, np.ndarray]:
             "prepare nanoGPT's characters by prepare_data.py shakespeare-char --input, and write "
             "other ids as rows of token ids, which prepare_data.py text --column reads"
         )
-    if not 0 < tokens * width <= size - offset:
+    if tokens * width > size - offset:
         raise ValueError(f"{path} does not hold {tokens:,} tokens: copy or download it again")
+    if not tokens:  # a task of datatrove without documents; an empty file cannot be mapped
+        return name, np.empty(0, f"<u{width}")
     return name, np.memmap(path, f"<u{width}", "r", offset, tokens)

@@ -73,5 +73,4 @@ def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     tasks = {metric.partition("/")[0] for metric in entry["results"]}
     kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
     notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
-    merged = {"results": kept | entry["results"], "notes": notes + entry["notes"]}
-    record[name] = entry | merged
+    record[name] = entry | {"results": kept | entry["results"], "notes": notes + entry["notes"]}

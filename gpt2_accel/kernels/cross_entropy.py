@@ -105,8 +105,7 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        arguments = ctx.saved_tensors + ctx.settings
-        _, grad_x, grad_w = chunked_cross_entropy(*arguments, 0.0, grad)
+        _, grad_x, grad_w = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, 0.0, grad)
         return None, grad_x, grad_w, None, None, None, None, None
 
 

@@ -95,11 +95,15 @@ def config_class(name: str | None) -> type[ModelConfig]:
 
 
 def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
-    """Raises `ValueError` if `init_from` has another shape than the settings.
+    """Raises `ValueError` if the model that the settings name has another shape than they give.
 
-    A size that the settings leave at its default is not compared.
+    That is `init_from`, or without it the directory or Hub id in `architecture`. A size that the
+    settings leave at its default is not compared.
     """
-    wanted = {"architecture": settings.architecture, "n_layer": settings.depth}
+    source = settings.init_from or settings.architecture
+    wanted: dict[str, Any] = {"n_layer": settings.depth}
+    if settings.init_from:
+        wanted["architecture"] = settings.architecture
     for name in ("n_layer", "n_head", "n_embd"):
         value = getattr(settings, name)
         if value != getattr(type(settings), name):
@@ -108,8 +112,8 @@ def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
         actual = getattr(shape, name)
         if value not in (None, actual):
             raise ValueError(
-                f"{settings.init_from} has {name} {actual}, not {value}: leave out --architecture "
-                "and sizes, which are for a new model, or --init_from"
+                f"{source} has {name} {actual}, not {value}: leave out --architecture and sizes, "
+                "which are for a new model, or name another model"
             )
 
 
@@ -324,8 +328,7 @@ def count_parameters(shape: ModelConfig) -> tuple[int, int]:
 
 def skeleton(model: LanguageModel) -> LanguageModel:
     """Returns a copy of a model whose parameters have shapes and no memory (on the meta device)."""
-    parameters = model.parameters()
-    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in parameters}
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
