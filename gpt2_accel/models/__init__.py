@@ -215,7 +215,6 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        z_loss: float = 0.0,
         documents: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -229,10 +228,6 @@ class LanguageModel(nn.Module):
           -100 to ignore a position.
         - reduction: "mean" returns the mean loss of the targets, a scalar; "none" the loss of each
           target, (B, T), 0 at -100.
-        - z_loss: a coefficient. The result is a pair of scalars: the mean loss plus `z_loss` times
-          z, and z, detached. z is the mean square of the logits' log-sum-exp over the targets. It
-          keeps the softmax normalizer near 1 (PaLM; Chowdhery et al., 2022, arXiv:2204.02311,
-          section 5, with 1e-4).
         - documents: (B, T), the number of each token's text in a row of several texts, which never
           falls along the row. Positions restart with each text, and attention stays inside it.
         - position_ids: (B, T) below `n_positions`, the position of each token in its text, where
@@ -245,8 +240,7 @@ class LanguageModel(nn.Module):
           and for a single token, if no row has padding.
 
         The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
-        to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`, or for
-        `z_loss` with a `reduction` of "none".
+        to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`.
         """
         n_positions = self.config.n_positions
         if documents is not None:
@@ -266,7 +260,7 @@ class LanguageModel(nn.Module):
         if targets is None:
             logits = F.linear(x, weight)  # padding rows too: they align the memory
             return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
-        return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
+        return head_loss(x, weight, targets, vocab_size, reduction, soft_cap)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask inside documents; documents: (B, T), as in `forward`."""

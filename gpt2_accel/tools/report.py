@@ -155,10 +155,8 @@ def facts(run: RunFolder) -> dict[str, Any]:
 
 def same_tokenizer(runs: list[RunFolder]) -> bool:
     """Whether the runs have the same tokenizer, so that losses in nats per token are comparable."""
-    tokenizers = set()
-    for run in runs:
-        tokenizers.add(run.metadata.get("tokenizer") or run.metadata.get("vocab_size"))
-    return len(tokenizers) <= 1
+    about = [run.metadata for run in runs]
+    return len({each.get("tokenizer") or each.get("vocab_size") for each in about}) <= 1
 
 
 def comparable(runs: list[RunFolder]) -> list[str]:
@@ -167,10 +165,8 @@ def comparable(runs: list[RunFolder]) -> list[str]:
     left_out = ["_stderr"]
     if not same_tokenizer(runs):
         left_out += PER_TOKEN
-    newest: dict[str, object] = {}
-    for run in runs:
-        newest |= run.newest()
-    names = [name for name in newest if "/" in name and not name.startswith("train/")]
+    found = dict.fromkeys(chain.from_iterable(run.newest() for run in runs))
+    names = [name for name in found if "/" in name and not name.startswith("train/")]
     return [name for name in names if not name.endswith(tuple(left_out))]
 
 

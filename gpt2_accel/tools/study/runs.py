@@ -147,8 +147,7 @@ def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
     if not isinstance(outcome, tuple):
         reason = outcome or "the recipe does not call train: run it alone to see why"
         raise ValueError(f"{label}: {reason}")
-    typed = {name: getattr(outcome[0], name, value) for name, value in changes.items()}
-    return Trial(recipe, label, typed, *outcome)
+    return Trial(recipe, label, changes, *outcome)
 
 
 def capture(config: TrainConfig, **_: Any) -> None:
@@ -243,9 +242,8 @@ def train_run(trial: Trial, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / LOCK, 0):
         print(f"\n{trial}", file=sys.stderr)
-    command = [sys.executable, str(trial.recipe)]
     process = subprocess.Popen(
-        command + arguments(trial.changes, str(folder)),
+        [sys.executable, str(trial.recipe)] + arguments(trial.changes, str(folder)),
         env=os.environ | {DRIVER: str(os.getpid())},
         start_new_session=True,  # Ctrl-C reaches only this process, which stops its run
     )
