@@ -109,7 +109,7 @@ def plan(study: Study, variant: str, tuned: dict, seed: int, budget: float) -> T
     if share is not None:
         if "warmup_steps" in settings or not 0 <= float(share) <= 1:
             raise ValueError(
-                f"{label}: warmup_share is {share!r}: give a number from 0 to 1, and no warmup_steps"
+                f"{label}: warmup_share is {share!r}: give 0 to 1, and no warmup_steps"
             )
         settings["warmup_steps"] = round(float(share) * updates)
     # Again, since a recipe may choose settings by the length of a run.
