@@ -19,7 +19,7 @@ from accelerate.tracking import GeneralTracker
 
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.checkpoint.state_dict import full_model, unwrap
-from gpt2_accel.evals import Evaluation, kept
+from gpt2_accel.evals import kept
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.hf.loss_plot import draw_loss
@@ -87,16 +87,11 @@ class Figures:
         if first or run.due(run.config.log_every):
             run.log.training(run.figures)
         if first and run.config.init_from is None:
-            run.log.print_line(first_loss(run.figures["loss"], run.empty.config.vocab_size))
-
-
-def first_loss(loss: float, vocab_size: int) -> str:
-    """Returns a line that compares the first loss, in nats, with the loss of a uniform guess."""
-    uniform = math.log(vocab_size)
-    line = f"first loss {loss:.2f}; equal probabilities give ln V = {uniform:.2f}"
-    if loss < uniform + 1:
-        return line
-    return f"{line}: the new weights give large logits, lower initializer_range in the config.json"
+            uniform = math.log(run.empty.config.vocab_size)
+            run.log.print_line(
+                f"first loss {run.figures['loss']:.2f}; equal probabilities give ln V = "
+                f"{uniform:.2f}, and large logits of new weights more"
+            )
 
 
 class Evaluations:
@@ -106,7 +101,7 @@ class Evaluations:
     on early stopping and the best checkpoint. Raises `Diverged` if it is not finite.
     """
 
-    def __init__(self, evaluations: list[tuple[int, Evaluation]]):
+    def __init__(self, evaluations: list[tuple[int, Callable[..., dict[str, float]]]]):
         self.evaluations = evaluations
 
     def on_train_begin(self, run: Run) -> None:
@@ -123,18 +118,13 @@ class Evaluations:
             if not run.stopping:
                 loss = run.evaluate(evaluation).get("val/loss")
                 if loss is not None:
-                    check_loss(loss)
+                    if not math.isfinite(loss):
+                        raise Diverged(
+                            f"the run has diverged, val/loss is {loss}: resume from an earlier "
+                            "checkpoint with a lower --learning_rate, or start again with it"
+                        )
                     run.state.count(loss)
             run.unevaluated = run.unevaluated or run.stopping
-
-
-def check_loss(loss: float) -> None:
-    """Raises `Diverged` if a validation loss is not finite."""
-    if not math.isfinite(loss):
-        raise Diverged(
-            f"the run has diverged, val/loss is {loss}: resume from an earlier checkpoint with a "
-            "lower --learning_rate, or start again with it"
-        )
 
 
 class Samples:

@@ -5,7 +5,7 @@ Checks that it fits the data and the settings.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,12 +22,12 @@ from gpt2_accel.hf.convert import (
 )
 from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, base_digests, set_dtype
 from gpt2_accel.hf.tensors import check_finite
-from gpt2_accel.models import LanguageModel, ModelConfig, Trainable, check_loaded
+from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.optim import hidden_matrices
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, load_tokenizer
 
-NewModel = Callable[[Any, PreTrainedTokenizerBase], Trainable]
+NewModel = Callable[[Any, PreTrainedTokenizerBase], torch.nn.Module]
 """(settings, the tokenizer of the data) -> a model."""
 
 
@@ -69,9 +69,9 @@ def users_model(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     given: "torch.nn.Module | NewModel",
-) -> LanguageModel:
+) -> Any:
     """Returns the user's model, or builds it. Raises `ValueError` if a run cannot train it."""
-    model: object = given
+    model: Any = given
     if not isinstance(given, torch.nn.Module):
         model = given(config, tokenizer)
     shape = getattr(model, "config", None)
@@ -86,7 +86,7 @@ def users_model(
             f"--architecture is {wanted}, but the given model is {shape.architecture}: leave out "
             "--architecture"
         )
-    return cast("LanguageModel", model)  # it has what `Trainable` names
+    return model
 
 
 def load_model(

@@ -154,8 +154,7 @@ def wait_for_checkpoint(run: Run) -> bool:
     """
     error = run.writer.join()
     if error is not None:
-        message = f"the last checkpoint could not be written: {sentence(error)}"
-        raise OSError(message) from error
+        raise OSError(f"the last checkpoint could not be written: {sentence(error)}") from error
     return run.writer.written is not None
 
 

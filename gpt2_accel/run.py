@@ -30,7 +30,6 @@ from gpt2_accel.config import SHAPE, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import data_fingerprint
-from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.validation import Measure, validation_loss
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.models import LanguageModel
@@ -140,8 +139,6 @@ class Run:
         config = self.config
         with all_or_none():
             saved = read_state(checkpoint)
-            if saved["data"] == data_fingerprint(config.data_dir, "imported"):
-                saved["data"] = self._order["data"]  # 0.5 read other trainers' files in place
             for name, value in self._order.items():
                 if saved[name] != value and not config.ignore_changes:
                     raise ValueError(
@@ -307,7 +304,7 @@ class Run:
         due = self._save_requested or self.due(self.config.save_every)
         return due and self.guard.bad_in_a_row == 0
 
-    def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
+    def evaluate(self, evaluation: Callable[..., dict[str, float]]) -> dict[str, float]:
         """Evaluates the model as it is now. Returns the results, empty if interrupted."""
         with evaluating_optimizer(self.optimizer):
             results = evaluation(self.accelerator, self.model, self.interrupted)
@@ -342,14 +339,9 @@ class Run:
 
     def save_model(self, directory: str | Path) -> None:
         """Writes the model as it is now as a model directory."""
-        model = self.copied_model()
+        model: Any = self.copied_model()
         self.writer.join()  # it may be comparing the first model with transformers'
-
-        def save() -> None:
-            assert model is not None
-            self.files.save(model, Path(directory), describe_training(self))
-
-        on_main_process(save)
+        on_main_process(lambda: self.files.save(model, Path(directory), describe_training(self)))
 
     # Checkpoints
 
@@ -395,8 +387,8 @@ class Run:
 
     def _must_stop(self) -> bool:
         """Whether this rank has to stop: after a signal, or because of a problem."""
-        problem = self.train_loader.problem or self.writer.bug
-        return self.status.lost or any((self.stop.reason, problem))
+        reason = self.stop.reason or self.train_loader.problem or self.writer.bug
+        return self.status.lost or bool(reason)
 
     def check_problems(self) -> None:
         """Raises a rank's problem on all ranks: `UnreadableData`, or an error of a save."""

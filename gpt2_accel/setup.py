@@ -1,6 +1,5 @@
 """Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -32,9 +31,7 @@ from gpt2_accel.data.shards import (
     read_manifest,
     read_parts,
 )
-from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import fitting_batch_size
-from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import hub_items, read_items
@@ -107,12 +104,7 @@ def setup(
         if config.document_mask or (packed and not pairs):
             check_documents(plain, config, accelerator)
     empty = skeleton(plain)
-    new_optimizer = optimizer(plain, config)
-    if not isinstance(new_optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"the optimizer function returns {new_optimizer!r}: return a torch.optim.Optimizer"
-        )
-    prepared, prepared_optimizer = prepare_model(accelerator, plain, new_optimizer)
+    prepared, prepared_optimizer = prepare_model(accelerator, plain, optimizer(plain, config))
     measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)
@@ -179,19 +171,10 @@ def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerat
         )
 
 
-def print_estimate(config: TrainConfig) -> None:
-    """Prints the estimate that `--dry_run` asks for, once per launch.
-
-    It needs no Accelerator: the planned hardware may be in another machine.
-    """
-    if os.environ.get("RANK", "0") == "0":
-        print(estimate_run(config))
-
-
 def default_callbacks(
     config: TrainConfig,
     accelerator: Accelerator,
-    evaluations: list[tuple[int, Evaluation]],
+    evaluations: list[tuple[int, Callable[..., dict[str, float]]]],
     prompts: list[Prompt],
     checkpoint: Path | None,
 ) -> list[Any]:
@@ -296,12 +279,12 @@ def build_evaluations(
     tokenizer: PreTrainedTokenizerBase,
     val_loader: EvalLoader | None,
     measure: Measure,
-) -> list[tuple[int, Evaluation]]:
+) -> list[tuple[int, Callable[..., dict[str, float]]]]:
     """Returns pairs of an interval in updates and an evaluation.
 
     Raises `ValueError` for bad items.
     """
-    evaluations: list[tuple[int, Evaluation]] = []
+    evaluations: list[tuple[int, Callable[..., dict[str, float]]]] = []
     if val_loader is not None:
         validation = partial(validation_loss, loader=val_loader, measure=measure)
         evaluations.append((config.eval_every, validation))
@@ -315,6 +298,5 @@ def build_evaluations(
     if config.core_every:
         with main_process_first():
             bundle = open_bundle(config.core_data)
-        core = Core(bundle, tokenizer, shape, limit=CORE_ITEMS)
-        evaluations.append((config.core_every, core))
+        evaluations.append((config.core_every, Core(bundle, tokenizer, shape, CORE_ITEMS)))
     return evaluations

@@ -5,6 +5,7 @@ evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`,
 end of a run.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
@@ -21,7 +23,7 @@ from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, clip_gradients, close
 from gpt2_accel.runtime.device import seed_generators
 from gpt2_accel.runtime.signals import lasting_output
-from gpt2_accel.setup import print_estimate, setup
+from gpt2_accel.setup import setup
 
 
 def next_token_loss(model: torch.nn.Module, batch: Batch) -> Loss:
@@ -50,8 +52,8 @@ def train(
     an HF directory, go to `config.output_dir`. All ranks call it.
 
     Four parts can be replaced:
-    - `model`: a module with the attributes of `models.Trainable`, or a function that builds one
-      from the settings and the data's tokenizer;
+    - `model`: a module with the attributes that docs/change.md lists, or a function that builds
+      one from the settings and the data's tokenizer;
     - `objective`: a function of the prepared model, which it must call, and a micro-batch. It
       returns the loss, or a pair of the loss and figures to log, all means over counted targets;
     - `optimizer`: a function of the model, not yet prepared, and the settings;
@@ -64,7 +66,8 @@ def train(
     `Diverged`, a `ValueError`, if the run diverges.
     """
     if config.dry_run:
-        print_estimate(config)
+        if os.environ.get("RANK", "0") == "0":
+            print(estimate_run(config))
         return False
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)

@@ -15,6 +15,7 @@ takes a text file. lm-evaluation-harness has other tasks: its `lm_eval` reads th
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,6 @@ from gpt2_accel.checkpoint.find import (
     verified_directory,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -129,7 +129,7 @@ def evaluate(
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
     task, for CORE the folder of its bundle. `bos` as in `window_bos`. All ranks call it."""
     shape = model.config
-    evaluations: list[Evaluation] = []
+    evaluations: list[Callable[..., dict[str, float]]] = []
     notes: list[str] = []
     for name, own in data.items():
         task: Core | HellaSwag | TextPerplexity | ChatAnswers

@@ -5,6 +5,7 @@ import torch
 from conftest import (
     as_flags,
     hellaswag_items,
+    long,
     losses,
     metrics,
     read_json,
@@ -58,6 +59,7 @@ def test_final_model_opens_everywhere(architecture, trained):
     assert write_report([RunFolder(trained)], trained / "report").exists()
 
 
+@long
 def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path, monkeypatch):
     path = write_lines(tmp_path / "items.jsonl", hellaswag_items(9))
     changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
@@ -75,6 +77,7 @@ def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path
     assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-2)
 
 
+@long
 def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp_path):
     changes = {"max_steps": 4, "total_batch_size": 8 * 32, "architecture": architecture} | SIZES
     flags = ("--mixed_precision", "no", "--dynamo_backend", "no")

@@ -173,7 +173,7 @@ def in_order(pairs, rows):
     return ordered
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", pytest.param("sigmoid_norm", marks=long)])
 def test_twenty_updates_equal_trl(pairs, start, loss_type, tmp_path):
     trl = pytest.importorskip("trl")
     expected = by_trl(trl, start, in_order(pairs, pair_rows(60)), loss_type, tmp_path / "trl")
@@ -306,7 +306,7 @@ def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path
     assert not list(data.glob("reference-*"))
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut"])
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("cut", marks=long)])
 def test_a_damaged_reference_is_computed_again_but_not_at_a_resume(pairs, start, tmp_path, damage):
     data = tmp_path / "pairs"
     shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))

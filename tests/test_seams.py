@@ -388,7 +388,6 @@ def test_callbacks_are_called_in_order_and_resume(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("seam", "words"),
     [
-        ({"optimizer": lambda model, config: None}, "the optimizer function returns None"),
         ({"callbacks": [TrainerCallback()]}, "on_epoch_begin"),
         ({"model": GPT(GPTConfig(300, 32, 1, 2, 32)), "architecture": "llama"}, "leave out"),
     ],

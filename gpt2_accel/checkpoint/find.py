@@ -194,8 +194,7 @@ def changed_files(
     With `model_only` the files of `training_state/` are not checked.
     """
     try:
-        text = (folder / manifest).read_text(encoding="utf-8")
-        files = parse_json(text)["files"].items()
+        files = parse_json((folder / manifest).read_text(encoding="utf-8"))["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         yield manifest, "its manifest is missing or damaged"
         return

@@ -39,8 +39,7 @@ def full_model(
     the others have no memory. All ranks must call it if the model is sharded: the shards are
     gathered, one tensor at a time.
     """
-    plain = unwrap(accelerator, model)
-    state = plain.state_dict(keep_vars=True)
+    state = unwrap(accelerator, model).state_dict(keep_vars=True)
     if trained:
         state = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
     tensors = gather_to_host(accelerator, state)
@@ -88,10 +87,9 @@ def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
 
 
-States = Mapping[str, Mapping[str, Any]]
-
-
-def split(states: States) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+def split(
+    states: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """Returns the tensors of named states as `NAME/KEY`, and the other values by name and key."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}

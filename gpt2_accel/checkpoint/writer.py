@@ -146,8 +146,7 @@ class CheckpointWriter(AbstractContextManager):
             point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
 
     def _up_to(self, step: int) -> list[Path]:
-        checkpoints = list_checkpoints(self.config.output_dir)
-        return [path for path in checkpoints if step_of(path) <= step]
+        return [path for path in list_checkpoints(self.config.output_dir) if step_of(path) <= step]
 
 
 def write_manifest(folder: Path, manifest: str, names: Iterable[str]) -> None:

@@ -117,8 +117,7 @@ def raw_messages(row: dict, place: str) -> list:
                 f"{place}, has a label of {label!r}: give true, or false for a completion that is "
                 "not to be learned"
             )
-        asked = as_messages(fields["prompt"], "user")
-        messages = [message | {"weight": 0} for message in asked]
+        messages = [message | {"weight": 0} for message in as_messages(fields["prompt"], "user")]
         messages += as_messages(fields["completion"], "assistant")
     elif task is not None and answer is not None:
         given = fields.get("input") or fields.get("context")

@@ -43,9 +43,7 @@ where `targets` is a version 1 shard with the number of counted tokens of each w
 `"pairs": true` the first half of a window is a prompt with its chosen answer, the second half the
 prompt with the rejected answer, and each window counts as 1.
 
-The manifest of imported token files (`third_party.py`) has `"documents": null`, `"bytes": null`,
-and in `"imported"` the splits of the original files: shards with an `offset` in bytes and no
-checksum, as 0.5 read them in place.
+The manifest of imported token files (`third_party.py`) has `"documents": null`, `"bytes": null`.
 
 The manifest of a mixture has `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to
 it, and no shards; its version is 2 if a part has version 2.
@@ -107,7 +105,7 @@ class ShardWriter:
 
     def append(self, tokens: np.ndarray) -> None:
         """Appends tokens, (n,) integers that fit `dtype`."""
-        data = tokens.astype(self.dtype, copy=False).tobytes()
+        data = np.ascontiguousarray(tokens, self.dtype).data
         self._digest.update(data)
         self._file.write(data)
         self.tokens += len(tokens)
@@ -136,23 +134,22 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
     `UnreadableData` if the system does not return all bytes.
     """
     path = data_dir / shard["file"]
-    offset = shard.get("offset", HEADER.size)
-    end = offset + shard["tokens"] * dtype.itemsize
+    end = HEADER.size + shard["tokens"] * dtype.itemsize
     wanted = count * dtype.itemsize
     try:
         with open(path, "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), wanted, offset + start * dtype.itemsize)
+            data = os.pread(file.fileno(), wanted, HEADER.size + start * dtype.itemsize)
             size = os.fstat(file.fileno()).st_size  # afterwards: it is truncated at any time
             header = file.read(HEADER.size)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is missing: remove the folder and prepare the data again"
         ) from None
-    intact = size >= end
-    if intact and "offset" not in shard:  # `ShardWriter` wrote it
+    complete = size == end
+    if complete:
         about = header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
-        intact = size == end and header == HEADER.pack(MAGIC, *about)
-    if not intact:
+        complete = header == HEADER.pack(MAGIC, *about)
+    if not complete:
         check_pointer(path)
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of "
@@ -187,8 +184,8 @@ def read_manifest(data_dir: str | Path) -> dict:
         raise FileNotFoundError(
             f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare text by "
             f"{command} text FILE_OR_FOLDER --data_dir NEW_FOLDER, or another trainer's token "
-            f"files, also to continue a run on them, by {command} import {folder} --data_dir "
-            "NEW_FOLDER"
+            f"files by {command} import {folder} --data_dir NEW_FOLDER, then also a run on them "
+            "goes on, by --data_dir NEW_FOLDER --ignore_changes"
         )
     check_pointer(path)
     with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -219,12 +216,11 @@ class TokenStream:
     All shards are checked when it is opened. `tokens` is the length, `bytes` the UTF-8 bytes of the
     text (None if unknown), `vocab_size` the size of the vocabulary. `sequence_length` is the length
     of the windows of conversations, and `targets`, (windows,) int64, what each window counts; both
-    are None for text. `manifest` describes a folder that has none. Raises `ValueError` if the split
-    does not exist.
+    are None for text. Raises `ValueError` if the split does not exist.
     """
 
-    def __init__(self, data_dir: str | Path, split: str, manifest: dict | None = None):
-        manifest = manifest or read_manifest(data_dir)
+    def __init__(self, data_dir: str | Path, split: str):
+        manifest = read_manifest(data_dir)
         splits = manifest["splits"]
         if split not in splits:
             raise ValueError(f"{data_dir} has no split {split!r}, only {', '.join(splits)}")
@@ -277,16 +273,13 @@ class TokenStream:
 # A data folder
 
 
-def data_fingerprint(data_dir: str | Path, splits: str = "splits") -> str:
-    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums.
-
-    With `splits` of "imported" it is the fingerprint that 0.5 recorded for the original files.
-    """
+def data_fingerprint(data_dir: str | Path) -> str:
+    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums."""
     manifest = read_manifest(data_dir)
-    content = [manifest["tokenizer"], manifest["dtype"], manifest.get(splits, manifest["splits"])]
+    content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
     if "mixture" in manifest:
         for folder, _, weight in read_parts(data_dir):
-            content += [weight, data_fingerprint(folder, splits)]
+            content += [weight, data_fingerprint(folder)]
     return text_digest(json.dumps(content, sort_keys=True))
 
 

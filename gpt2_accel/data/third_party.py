@@ -4,7 +4,7 @@
 |-----------------------|-----------------------------------|-------------------------------------|
 | nanoGPT               | `train.bin`, `val.bin`            | uint16 ids                          |
 | llm.c, modded-nanogpt | `fineweb_train_000001.bin`        | 256 int32 (magic, version, tokens), |
-|                       |                                   | then the ids: `HEADERS`             |
+|                       |                                   | then uint16 ids                     |
 | datatrove             | `00000_00000_doc_shuffled.ds` and | uint16 or uint32 ids; two lines:    |
 |                       | `….ds.metadata`                   | `TOKENIZER|BYTES PER ID`, tokens    |
 
@@ -17,109 +17,99 @@ text's bytes.
 
 import re
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from gpt2_accel.data.prepare import make_data, plan_of, tokenizer_entry
-from gpt2_accel.data.shards import MAGIC, VERSION, ShardWriter, TokenStream
+from gpt2_accel.data.shards import VERSION, ShardWriter
 from gpt2_accel.data.sources import state_of
-from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer, text_ends, text_start
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin|.*\.ds")
-# The first 8 of 1,024 bytes: the magics 20240520 and 20240801, the versions 1 and 7.
-HEADERS = {b"\x88\xd84\1\1\0\0\0": 2, b"\xa1\xd94\1\7\0\0\0": 4}  # -> bytes per id
-PROBED = 2**22  # bytes that show whether ids without a header are wider than 16 bits
+HEADER = b"\x88\xd84\1\1\0\0\0"  # the first 8 of 1,024 bytes: the magic 20240520, version 1
+PROBED = 2**21  # ids that show whether those without a header are wider than 16 bits
 MOST_HELD_OUT = 10_000_000  # tokens
-CHUNK = 2**24  # tokens in memory, and in a shard
 
 
 def import_tokens(source: str, data_dir: str | Path, command: str) -> dict:
     """Copies the token files of another trainer, a file or a folder, into the folder `data_dir`.
 
-    The tokens and their order stay the same. Returns the manifest; its `imported` has the splits
-    as 0.5 described them, which trained on the files as they are. Raises `ValueError` if a file is
+    The tokens and their order stay the same. Returns the manifest. Raises `ValueError` if a file is
     damaged or of another format, or has ids that the tokenizer does not have, `FileNotFoundError`
     if there is no tokenizer, and what `make_data` raises.
     """
     path = Path(source)
     paths = sorted([path, *path.glob("*")])
-    files = {path: read_header(path) for path in paths if NAME.fullmatch(path.name)}
-    kinds = {file[:2] for file in files.values()}
+    files = {path: open_tokens(path) for path in paths if NAME.fullmatch(path.name)}
+    kinds = {(name, ids.dtype) for name, ids in files.values()}
     if len(kinds) != 1:
         raise ValueError(
-            f"{source} holds token files of {len(kinds)} kinds {sorted(kinds)}: give files of one, "
-            "with names as train.bin, val.bin, fineweb_train_000001.bin or 000_datatrove.ds"
+            f"{source} holds token files of {len(kinds)} kinds {sorted(map(str, kinds))}: give "
+            "files of one, with names as train.bin, val.bin, fineweb_train_000001.bin or "
+            "000_datatrove.ds"
         )
-    [(name, width)] = kinds
-    folder = min(files).parent
-    own = folder / "tokenizer"
-    where = own if name == "tokenizer/" or own.is_dir() else name.removesuffix("/tokenizer.json")
+    [(name, dtype)] = kinds
+    own = min(files).with_name("tokenizer")
+    where = own if own.is_dir() else name.removesuffix("/tokenizer.json")
     tokenizer = gpt2_tokenizer() if where == "gpt2" else load_tokenizer(where)
+
     marks = text_start(tokenizer)
-    left = sum(file[2] for file in files.values())
-    left -= min(left // 20, MOST_HELD_OUT)  # datatrove's tokens for training
-    splits: dict[str, dict] = {}
-    for path, (_, _, tokens, offset) in files.items():
-        parts = {NAME.sub(r"\1", path.name): tokens}
-        if path.suffix == ".ds":
-            marks = text_ends(tokenizer)[-1:]  # a token follows each document
-            train = min(tokens, left)
-            left -= train
-            parts = {"train": train, "val": tokens - train}
-        for split, count in parts.items():
-            new: dict[str, Any] = {"tokens": 0, "documents": None, "bytes": None, "shards": []}
-            entry = splits.setdefault(split, new)
-            entry["tokens"] += count
-            shard = {"file": path.name, "tokens": count, "offset": offset, "sha256": None}
-            entry["shards"].append(shard)
-            offset += count * width
-    manifest = {
-        "version": VERSION,
-        "dtype": f"uint{8 * width}",
-        "tokenizer": tokenizer_entry(tokenizer, name, marks),
-        "splits": splits,
-        "imported": splits,
-    }
+    if min(files).suffix == ".ds":
+        marks = text_ends(tokenizer)[-1:]  # a token follows each document
 
-    def write(target: Path, record: dict) -> dict:
-        copied = {}
-        for split, entry in splits.items():
-            stream = TokenStream(folder, split, manifest)
-            shards: list[dict] = []
-            starts = range(0, stream.tokens, CHUNK)
-            for start in progress(starts, f"importing {split}", len(starts)):
-                writer = ShardWriter(target / f"{split}_{len(shards):06d}.bin", stream.dtype)
-                writer.append(stream.read(start, min(CHUNK, stream.tokens - start)))
-                shards.append(writer.close())
-            copied[split] = entry | {"shards": shards}
-        return manifest | {"splits": copied}
+    def write(folder: Path, record: dict) -> dict:
+        left = sum(len(ids) for _, ids in files.values())
+        left -= min(left // 20, MOST_HELD_OUT)  # datatrove's tokens for training
+        writers = {s: ShardWriter(folder / f"{s}_000000.bin", dtype) for s in ("train", "val")}
+        for path, (_, ids) in files.items():
+            if ids.max(initial=0) >= len(tokenizer):
+                raise ValueError(
+                    f"{path} holds the token id {ids.max()}, and its tokenizer {len(tokenizer)} "
+                    f"tokens: put the files' own tokenizer into {own}"
+                )
+            cut = {"train": len(ids), "val": 0}.get(NAME.sub(r"\1", path.name), left)
+            writers["train"].append(ids[:cut])
+            writers["val"].append(ids[cut:])
+            left = max(0, left - len(ids))
+        splits = {}
+        for split, writer in writers.items():
+            about = {"tokens": writer.tokens, "documents": None, "bytes": None}
+            splits[split] = about | {"shards": [writer.close()]}
+        entry = tokenizer_entry(tokenizer, name, marks)
+        return {"version": VERSION, "dtype": dtype.name, "tokenizer": entry, "splits": splits}
 
-    plan = plan_of([manifest, [state_of(str(path)) for path in files]], tokenizer)
+    plan = plan_of([(path.name, state_of(str(path))) for path in files], tokenizer)
     return make_data(write, tokenizer, data_dir, plan, source=source, command=command)
 
 
-def read_header(path: Path) -> tuple[str, int, int, int]:
-    """Returns a file's tokenizer, bytes per id, number of ids and offset of the first in bytes.
+def open_tokens(path: Path) -> tuple[str, np.ndarray]:
+    """Returns the name of a file's tokenizer, and its token ids, mapped into memory, (n,).
 
-    Raises `ValueError` if the file has another format.
+    Raises `ValueError` if the file has another format or is not complete.
     """
+    name = "gpt2"
+    width = 2
+    offset = 0
+    size = path.stat().st_size
+    tokens = (size + 1) // 2  # rounded up: refuses a file that ends in the middle of a token
+    start = np.fromfile(path, "<u2", PROBED)
     if path.suffix == ".ds":
         kind, count, *_ = Path(f"{path}.metadata").read_text().splitlines()
-        name, _, size = kind.removeprefix("openai-community/").partition("|")
-        return name, int(size or 2), int(count), 0  # older versions have no width
-    with open(path, "rb") as file:
-        start = file.read(PROBED)
-    width = HEADERS.get(start[:8])
-    if width:
-        tokens = int.from_bytes(start[8:12], "little")
-        return "gpt2" if width == 2 else "tokenizer/", width, tokens, 1024
-    # The third byte of 32-bit ids is that small.
-    wide = max(start[2::4], default=0) < 8
-    if wide or start.startswith(MAGIC) or path.with_name("meta.pkl").exists():
+        name, _, own_width = kind.removeprefix("openai-community/").partition("|")
+        width = int(own_width or 2)  # older versions have none
+        tokens = int(count)
+    elif start[:4].tobytes() == HEADER:
+        tokens = int(start[4:6].view("<u4")[0])
+        offset = 1024
+    # The second half of 32-bit ids is small.
+    elif start[1::2].max(initial=0) < 8 or path.with_name("meta.pkl").exists():
         raise ValueError(
             f"{path} does not hold uint16 ids of GPT-2's BPE, by its beginning or meta.pkl: "
-            "prepare nanoGPT's characters by prepare_data.py shakespeare-char --input, write wider "
-            "ids as llm.c does, and restore the manifest.json of this package's shards"
+            "prepare nanoGPT's characters by prepare_data.py shakespeare-char --input, and write "
+            "other ids as rows of token ids, which prepare_data.py text --column reads"
         )
-    # Rounded up, so that a file that ends in the middle of a token is refused.
-    return "gpt2", 2, (path.stat().st_size + 1) // 2, 0
+    if tokens * width > size - offset:
+        raise ValueError(f"{path} does not hold {tokens:,} tokens: copy or download it again")
+    if not tokens:  # a task of datatrove without documents; an empty file cannot be mapped
+        return name, np.empty(0, f"<u{width}")
+    return name, np.memmap(path, f"<u{width}", "r", offset, tokens)

@@ -1,7 +1,6 @@
-"""Evaluations. The ranks share the samples by index; each sample counts once."""
+"""Evaluations: functions of (accelerator, model, interrupted) that return {"TASK/METRIC": value}.
 
-from collections.abc import Callable
-
-# (accelerator, model, interrupted) -> {"TASK/METRIC": value}. All ranks call it. `interrupted` is
-# called before each round of batches and must agree on all ranks; if True, the result is empty.
-Evaluation = Callable[..., dict[str, float]]
+All ranks call an evaluation; they share the samples by index, and each sample counts once.
+`interrupted` is called before each round of batches and must agree on all ranks; if it is True, the
+result is empty.
+"""

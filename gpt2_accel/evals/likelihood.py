@@ -125,7 +125,7 @@ def log_likelihoods(
     `model` may be prepared or not; its mode is restored. A context that does not fit is cut from
     the left; the caller ensures that a continuation has at most `n_positions` tokens. Batch i runs
     on rank i modulo the number of ranks; the host waits for the device once, after the last batch.
-    `interrupted`: see `Evaluation`; if True, returns an empty list.
+    `interrupted`: see `evals`; if True, returns an empty list.
     """
     plain = unwrap(accelerator, model)
     rows = list(chain.from_iterable(questions))

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from gpt2_accel.runtime.files import number, parse_json
 
-Rows = Mapping[str, Sequence[str]]  # row title -> cells
 
-
-def markdown(heads: Sequence[str], rows: Rows) -> str:
+def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     """Returns a Markdown table whose columns are aligned in plain text. The first of `heads` is
-    the head of the row titles."""
+    the head of the row titles; `rows` maps these to cells."""
     lines = [list(heads)]
     for title, cells in rows.items():
         line = [title]
@@ -75,5 +73,4 @@ def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     tasks = {metric.partition("/")[0] for metric in entry["results"]}
     kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
     notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]
-    merged = {"results": kept | entry["results"], "notes": notes + entry["notes"]}
-    record[name] = entry | merged
+    record[name] = entry | {"results": kept | entry["results"], "notes": notes + entry["notes"]}

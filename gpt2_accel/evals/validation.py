@@ -19,7 +19,6 @@ from gpt2_accel.data.shards import (
     read_manifest,
     read_parts,
 )
-from gpt2_accel.evals import Evaluation
 from gpt2_accel.evals.formulas import mean_loss, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.hf.hub_data import open_hub
@@ -121,7 +120,7 @@ def prepare_loss(
     split: str,
     max_tokens: int,
     bos: Sequence[int] = (),
-) -> tuple[Evaluation, str]:
+) -> tuple[Callable[..., dict[str, float]], str]:
     """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, in
     windows for a model of shape `config`, and a note with their number. `bos` as in `read_window`.
 

@@ -7,14 +7,11 @@ from gpt2_accel.generation.sampling import Completion, Sampling, encode_prompt, 
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
-"""A message: `role` is "system", "user" or "assistant", `content` its text."""
-
 
 def answer(
     model: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, str]],
     sampling: Sampling,
 ) -> tuple[int, Iterator[list[Completion]]]:
     """Returns the number of dropped messages, and the assistant's next message from `stream`.
@@ -33,17 +30,17 @@ def answer(
 
 def drop_oldest_turns(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[Mapping[str, str]],
     n_positions: int,
     room: int,
-) -> tuple[list[Message], int]:
+) -> tuple[list[Mapping[str, str]], int]:
     """Drops the oldest turns until `room` of `n_positions` tokens are free.
 
     Returns the messages and the number of their tokens. The system prompt and the last turn stay.
     Raises `ValueError` if the last turn is too long or refused.
     """
     turns = list(messages)
-    system: list[Message] = []
+    system: list[Mapping[str, str]] = []
     while turns and turns[0]["role"] == "system":
         system.append(turns.pop(0))
     last = len(turns) - 1

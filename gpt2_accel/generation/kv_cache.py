@@ -6,13 +6,13 @@ rows, T tokens, V vocabulary.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.models.parts import Past
 from gpt2_accel.runtime.device import best_device, has_cpp_compiler
 
 
@@ -70,7 +70,7 @@ def next_logits(
     input_ids: torch.Tensor,
     places: torch.Tensor,
     padding: torch.Tensor,
-    layers: Sequence[Past],
+    layers: Sequence[Any],
     slots: int,
 ) -> torch.Tensor:
     """Runs the model on tokens (B, T) in the slots `places` (T); returns the last logits (B, V).

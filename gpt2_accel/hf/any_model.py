@@ -73,8 +73,7 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
         inner, report = open_class(directory, **options)
     except Exception as error:  # the library raises several types
         raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
-    misshapen = {entry[0] for entry in report["mismatched_keys"]}
-    wrong = sorted(report["missing_keys"] | misshapen)
+    wrong = sorted(report["missing_keys"] | {entry[0] for entry in report["mismatched_keys"]})
     if wrong:
         raise ValueError(
             f"{directory} does not fit its config.json: {wrong[0]} is missing or has another shape"

@@ -29,7 +29,7 @@ from gpt2_accel.hf.safetensors_files import (
     weight_files,
 )
 from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
-from gpt2_accel.models import LanguageModel, ModelConfig, config_class
+from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded, config_class
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import atomic_files, check_pointer, parse_json, sentence, write_json
 from gpt2_accel.tokenizer import (
@@ -393,13 +393,7 @@ def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:
             )
         return config_class(name).from_settings(settings, vocab_size)
     shape = read_config(name, settings.dropout, settings.attn_implementation)
-    for size in ("depth", "n_layer", "n_head", "n_embd"):
-        asked = getattr(settings, size) if size in settings.given else None
-        if asked not in (None, getattr(type(settings), size), getattr(shape, size, None)):
-            raise ValueError(
-                f"--{size} {asked} differs from the config.json of {name}: leave it out, or "
-                "change the file"
-            )
+    check_loaded(settings, shape)
     if isinstance(shape, AnyConfig):
         return shape.changed(vocab_size=vocab_size)
     return replace(shape, vocab_size=vocab_size)

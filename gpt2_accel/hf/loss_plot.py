@@ -4,14 +4,9 @@ import math
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpt2_accel.runtime.files import atomic_file, read_json_lines
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-else:  # the name for annotations in other modules: matplotlib is optional
-    Figure = "Figure"
 
 # Adapted from Okabe and Ito (2008) and Paul Tol: colour-blind readers can tell them apart, on black
 # and on white.
@@ -24,8 +19,6 @@ LOSS_STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"linewidth": 0.8, "alpha": 0.5},
     "val/loss": {"linewidth": 2},
 }
-
-Curve = tuple[list[float], list[float], Mapping[str, Any]]  # x, y, properties of the line
 
 
 def require_matplotlib() -> None:
@@ -70,12 +63,17 @@ def curve_points(
     return xs, ys
 
 
-def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
-    """Draws curves, with markers if there are few points.
+def chart(
+    title: str, xlabel: str, curves: Iterable[tuple[list[float], list[float], Mapping[str, Any]]]
+) -> Any:
+    """Draws curves: x, y, and properties of the line; with markers if there are few points.
+
+    Returns a `Figure` of matplotlib, which is optional.
 
     The vertical axis leaves out values in the first twentieth of a curve that are above the rest.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=SIZE, layout="constrained", dpi=160)
     ax = figure.subplots()
@@ -91,24 +89,10 @@ def chart(title: str, xlabel: str, curves: Iterable[Curve]) -> "Figure":
         bottom += y
         top += y[len(y) // 20 :]
     if top:
-        low = min(bottom)
-        high = max(top)
-        margin = 1.0
-        if high > low:
-            margin = 0.05 * (high - low)
-        ax.set_ylim(low - margin, high + margin)
+        margin = 0.05 * (max(top) - min(bottom)) or 1.0
+        ax.set_ylim(min(bottom) - margin, max(top) + margin)
     ax.set_xlim(left=0)
     ax.set_xlabel(xlabel, color=INK, fontsize=8)
     ax.locator_params("x", nbins=4)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter(lambda value, _: short_number(value))
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
-
-
-def short_number(value: float) -> str:
-    """Formats a number in four digits, such as 1.5e19, 1.5B, 10M, 300k or 20."""
-    value = float(f"{value:.4g}")  # first: 999,999 is 1M, not 1000k
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size <= abs(value) < 1e15:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}".replace("e+", "e")

@@ -43,16 +43,14 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     vocab_size: int,
     reduction: str,
-    z_loss: float,
     soft_cap: float | None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Returns the cross-entropy in nats of the logits `x @ weight.T`.
 
     Columns from `vocab_size` on are padding and do not count. x: (N, C) and weight: (V, C),
     floating point; targets: (N,) int64 below `vocab_size`, or -100 to ignore a row. The result is
     the mean over the rows that are not ignored, a scalar, or with `reduction` "none" the loss of
-    each row, (N,), 0 for ignored rows. With `z_loss`, for the mean only, it is a pair, as in
-    `LanguageModel.forward`. `soft_cap` limits the logits, see `capped`.
+    each row, (N,), 0 for ignored rows. `soft_cap` limits the logits, see `capped`.
 
     Under autocast the products are in its dtype. The results have no second derivative. The
     backward of "none" computes the logits again: four products with the vocabulary instead of
@@ -67,12 +65,9 @@ def linear_cross_entropy(
     rows = rows_at_once(x, weight, LOGITS_AT_ONCE if half else at_once)
     fuse = kernels.choices.fuse or torch.compiler.is_compiling()
     arguments = x, weight, targets, vocab_size, rows, fuse, soft_cap
-    if z_loss or (reduction == "mean" and torch.is_grad_enabled()):
-        sums, _, _ = chunked_cross_entropy(*arguments, z_loss)
-        loss, z = mean_of(sums, targets)
-        if not z_loss:
-            return loss
-        return loss + z_loss * z, z.detach()
+    if reduction == "mean" and torch.is_grad_enabled():
+        total, _, _ = chunked_cross_entropy(*arguments)
+        return mean_of(total, targets)
     with torch.no_grad():
         # Here each chunk also has two copies in fp32.
         rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
@@ -105,8 +100,7 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        arguments = ctx.saved_tensors + ctx.settings
-        _, grad_x, grad_w = chunked_cross_entropy(*arguments, 0.0, grad)
+        _, grad_x, grad_w = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, grad)
         return None, grad_x, grad_w, None, None, None, None, None
 
 
@@ -153,16 +147,14 @@ def chunked_cross_entropy(
     rows: int,
     compiled: bool,
     soft_cap: float | None,
-    z_loss: float,
     factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes two sums over rows, and the gradients of the first plus `z_loss` times the second.
+    """Computes the sum of the cross-entropy over rows, and its gradients.
 
-    The sums, (2,): the cross-entropy, and the squares of the log-sum-exp. x: (N, C), in the dtype
-    of the products; weight: (V, C); targets: (N,); factors: (N,), by which the gradient of each
-    row's loss is multiplied. Returns the sums and the gradients of x, (N, C), and of the weight,
-    (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are in memory at a time.
-    `compiled` fuses the elementwise operations.
+    x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which
+    the gradient of each row's loss is multiplied. Returns the sum, a scalar, and the gradients of
+    x, (N, C), and of the weight, (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are
+    in memory at a time. `compiled` fuses the elementwise operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
@@ -176,8 +168,7 @@ def chunked_cross_entropy(
         at_once = rows
     else:  # the softmax copies the rows
         at_once = LOGITS_AT_ONCE // len(weight) + 1
-    sums = x.new_zeros(2, dtype=accumulate_dtype)
-    total, squares = sums
+    total = x.new_zeros((), dtype=accumulate_dtype)
     grad_x = torch.empty_like(x, dtype=accumulate_dtype)
     grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
     # One row more than a chunk, so each part is a view of a larger tensor. Dynamo would compile
@@ -197,15 +188,13 @@ def chunked_cross_entropy(
             logits[:, vocab_size:] = -math.inf
             at_target = capped(logits[row, t].to(accumulate_dtype), soft_cap)
             log_sum = torch.cat(
-                [gradient_(part, scale, z_loss, soft_cap) for part in logits.split(at_once)]
+                [gradient_(part, scale, soft_cap) for part in logits.split(at_once)]
             )
             gradient = logits  # `gradient_` has overwritten them
             log_probability = at_target - log_sum
             total -= log_probability.masked_fill(~counts, 0).sum()
-            squares += log_sum.square().masked_fill(~counts, 0).sum()
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
-            of_z = 2 * z_loss * log_sum * log_probability.exp()
-            of_target = (log_probability.expm1() + of_z) * scale
+            of_target = log_probability.expm1() * scale
             if soft_cap:
                 of_target *= slope(at_target, soft_cap)
             gradient[row, t] = of_target.to(gradient.dtype)
@@ -215,14 +204,14 @@ def chunked_cross_entropy(
                 grad_w.addmm_(gradient.t(), x_rows)
             else:  # transposing the smaller matrix is faster than a product along rows of the other
                 add_transposed_(grad_w, transposed(x_rows) @ gradient)
-    return sums, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
+    return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
 
 
 @chunked_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, rows, compiled, soft_cap, z_loss, factors=None):
+def _(x, weight, targets, vocab_size, rows, compiled, soft_cap, factors=None):
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     like = functools.partial(torch.empty_like, dtype=accumulate_dtype)
-    return x.new_empty(2, dtype=accumulate_dtype), like(x), like(weight)
+    return x.new_empty((), dtype=accumulate_dtype), like(x), like(weight)
 
 
 def keep_gradients(ctx, inputs, output) -> None:
@@ -230,22 +219,22 @@ def keep_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
 
 
-def scale_gradients(ctx, grad_sums: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
-    """Scales the saved gradients, which include the z-loss, by the first of `grad_sums`, (2,).
-    Autograd casts them to the dtypes of x and the weight."""
+def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+    """Scales the saved gradients by `grad_total`, a scalar.
+
+    Autograd casts them to the dtypes of x and the weight. The other arguments have no gradient.
+    """
     grad_x, grad_w = ctx.saved_tensors
-    unused = (None,) * 7  # the other arguments have no gradient
-    return (grad_x * grad_sums[0], grad_w * grad_sums[0]) + unused
+    return grad_x * grad_total, grad_w * grad_total, None, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
-def scaled_gradient_(
-    logits: torch.Tensor, scale: float, z_loss: float, soft_cap: float | None
-) -> torch.Tensor:
-    """Replaces logits, (rows, V), by softmax · (1 + 2 · `z_loss` · log-sum-exp) · `scale`: the
-    gradient except at the target. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
+def scaled_gradient_(logits: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
+    """Replaces logits, (rows, V), by softmax · `scale`: the gradient except at the target.
+
+    Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
 
     With `soft_cap` the softmax and log-sum-exp are computed from the capped logits, the gradient
     for the logits before the cap.
@@ -255,11 +244,10 @@ def scaled_gradient_(
     largest = x.amax(dim=1, keepdim=True)
     powers = (x - largest).exp()
     total = powers.sum(dim=1, keepdim=True)
-    log_sum = largest + total.log()
     if soft_cap:
         powers = powers * slope(x, soft_cap)
-    logits.copy_(powers * (scale / total * (1 + 2 * z_loss * log_sum)))
-    return log_sum
+    logits.copy_(powers * (scale / total))
+    return largest + total.log()
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:

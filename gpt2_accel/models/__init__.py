@@ -8,12 +8,12 @@ Shape letters: B batch, T sequence, C width.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from gpt2_accel.kernels import attention, cross_entropy
 from gpt2_accel.models.parts import (
     Mask,
-    Past,
     document_mask,
     document_positions,
     head_loss,
@@ -96,11 +95,15 @@ def config_class(name: str | None) -> type[ModelConfig]:
 
 
 def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
-    """Raises `ValueError` if `init_from` has another shape than the settings.
+    """Raises `ValueError` if the model that the settings name has another shape than they give.
 
-    A size that the settings leave at its default is not compared.
+    That is `init_from`, or without it the directory or Hub id in `architecture`. A size that the
+    settings leave at its default is not compared.
     """
-    wanted = {"architecture": settings.architecture, "n_layer": settings.depth}
+    source = settings.init_from or settings.architecture
+    wanted: dict[str, Any] = {"n_layer": settings.depth}
+    if settings.init_from:
+        wanted["architecture"] = settings.architecture
     for name in ("n_layer", "n_head", "n_embd"):
         value = getattr(settings, name)
         if value != getattr(type(settings), name):
@@ -109,8 +112,8 @@ def check_loaded(settings: "TrainConfig", shape: ModelConfig) -> None:
         actual = getattr(shape, name)
         if value not in (None, actual):
             raise ValueError(
-                f"{settings.init_from} has {name} {actual}, not {value}: leave out --architecture "
-                "and sizes, which are for a new model, or --init_from"
+                f"{source} has {name} {actual}, not {value}: leave out --architecture and sizes, "
+                "which are for a new model, or name another model"
             )
 
 
@@ -124,25 +127,6 @@ def layers_heads_width(settings: "TrainConfig", head: int = 64) -> tuple[int, in
         n_head = ceil_div(64 * settings.depth, head)
         return settings.depth, n_head, n_head * head
     return settings.n_layer, settings.n_head, settings.n_embd
-
-
-class Trainable(Protocol):
-    """What a run needs from a model, a `torch.nn.Module`. `LanguageModel` has it all."""
-
-    separator: int | None  # the token that starts documents, if attention stays inside them
-    checkpoint_activations: bool
-
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def config_class(self) -> type[ModelConfig]: ...  # builds `config` again from its fields
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def forward(self) -> Callable[..., Any]: ...  # see `LanguageModel.forward`
-    def tie_weights(self) -> None: ...
 
 
 class LanguageModel(nn.Module):
@@ -193,7 +177,7 @@ class LanguageModel(nn.Module):
         blocks: nn.ModuleList,
         x: torch.Tensor,
         *inputs: object,
-        cache: Sequence[Past] | None = None,
+        cache: Sequence[Any] | None = None,
     ) -> torch.Tensor:
         """Returns the output of the last block. x: (B, T, C) -> (B, T, C).
 
@@ -212,7 +196,7 @@ class LanguageModel(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None,
+        cache: Sequence[Any] | None,
     ) -> torch.Tensor:
         """Returns the input of the head, (B, T, C), after the final norm.
 
@@ -231,7 +215,6 @@ class LanguageModel(nn.Module):
         targets: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        z_loss: float = 0.0,
         documents: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -245,10 +228,6 @@ class LanguageModel(nn.Module):
           -100 to ignore a position.
         - reduction: "mean" returns the mean loss of the targets, a scalar; "none" the loss of each
           target, (B, T), 0 at -100.
-        - z_loss: a coefficient. The result is a pair of scalars: the mean loss plus `z_loss` times
-          z, and z, detached. z is the mean square of the logits' log-sum-exp over the targets. It
-          keeps the softmax normalizer near 1 (PaLM; Chowdhery et al., 2022, arXiv:2204.02311,
-          section 5, with 1e-4).
         - documents: (B, T), the number of each token's text in a row of several texts, which never
           falls along the row. Positions restart with each text, and attention stays inside it.
         - position_ids: (B, T) below `n_positions`, the position of each token in its text, where
@@ -261,8 +240,7 @@ class LanguageModel(nn.Module):
           and for a single token, if no row has padding.
 
         The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
-        to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`, or for
-        `z_loss` with a `reduction` of "none".
+        to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`.
         """
         n_positions = self.config.n_positions
         if documents is not None:
@@ -282,7 +260,7 @@ class LanguageModel(nn.Module):
         if targets is None:
             logits = F.linear(x, weight)  # padding rows too: they align the memory
             return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
-        return head_loss(x, weight, targets, vocab_size, reduction, z_loss, soft_cap)
+        return head_loss(x, weight, targets, vocab_size, reduction, soft_cap)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask inside documents; documents: (B, T), as in `forward`."""
@@ -292,7 +270,7 @@ class LanguageModel(nn.Module):
         return document_mask(documents)
 
     def new_cache(self, slots: int = 0) -> Any:
-        """Returns an empty KV cache, a `Past` for each block.
+        """Returns an empty KV cache, a cache layer of `transformers` for each block.
 
         With `slots` it has memory for that many tokens, else it grows. For a class of
         `transformers` it is a cache of that class, or None.
@@ -344,8 +322,7 @@ def count_parameters(shape: ModelConfig) -> tuple[int, int]:
 
 def skeleton(model: LanguageModel) -> LanguageModel:
     """Returns a copy of a model whose parameters have shapes and no memory (on the meta device)."""
-    parameters = model.parameters()
-    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in parameters}
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
 
 

@@ -287,7 +287,6 @@ class AnyModel(LanguageModel):
         targets: torch.Tensor | None = None,
         *,
         reduction: str = "mean",
-        z_loss: float = 0.0,
         documents: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -327,17 +326,13 @@ class AnyModel(LanguageModel):
         if targets is None:
             return logits
         if chunked:
-            vocab_size = head.weight.shape[0]
-            loss = head_loss(logits, head.weight, targets, vocab_size, reduction, z_loss)
+            loss = head_loss(logits, head.weight, targets, len(head.weight), reduction)
         else:
-            loss = logits_loss(logits, targets, reduction, z_loss)
+            loss = logits_loss(logits, targets, reduction)
         if not balanced:
             return loss
         aux_loss = outputs.aux_loss.float()
-        figure = aux_loss.detach()
-        if isinstance(loss, tuple):  # z_loss returns its own figure
-            loss, figure = loss
-        return loss + self.aux_coefficient * aux_loss, figure
+        return loss + self.aux_coefficient * aux_loss, aux_loss.detach()
 
     def new_cache(self, slots: int = 0) -> "Cache | None":
         """Returns an empty KV cache of the class.

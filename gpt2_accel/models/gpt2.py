@@ -13,6 +13,7 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, D = C / H, V vocabulary 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 
 from gpt2_accel.config import TrainConfig, check_ranges
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
-from gpt2_accel.models.parts import Embedding, Mask, Past, attend
+from gpt2_accel.models.parts import Embedding, Mask, attend
 
 
 @dataclass
@@ -105,7 +106,7 @@ class CausalSelfAttention(nn.Module):
         self.dropout = config.dropout
 
     def forward(
-        self, x: torch.Tensor, mask: Mask | None = None, past: Past | None = None
+        self, x: torch.Tensor, mask: Mask | None = None, past: Any | None = None
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C).
 
@@ -153,7 +154,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor, mask: Mask | None = None, past: Past | None = None
+        self, x: torch.Tensor, mask: Mask | None = None, past: Any | None = None
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); `mask` and `past` as in the attention."""
         x = x + self.attn(self.ln_1(x), mask, past)
@@ -180,7 +181,7 @@ class GPT(LanguageModel):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None,
+        cache: Sequence[Any] | None,
     ) -> torch.Tensor:
         x = self.wte(input_ids) + self.wpe(position_ids)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):

@@ -11,7 +11,7 @@ Shape letters: B batch, T sequence, C n_embd, H n_head, K n_kv_head, D head_dim,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -21,7 +21,6 @@ from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import (
     Embedding,
     Mask,
-    Past,
     RMSNorm,
     SwiGLU,
     attend,
@@ -158,7 +157,7 @@ class Attention(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
-        past: Past | None = None,
+        past: Any | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C). `angles`: from `rotary_angles`.
 
@@ -191,7 +190,7 @@ class Block(nn.Module):
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         mask: Mask | None = None,
-        past: Past | None = None,
+        past: Any | None = None,
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); the other arguments as in the attention."""
         x = x + self.self_attn(self.input_layernorm(x), angles, mask, past)
@@ -232,7 +231,7 @@ class Llama(LanguageModel):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Mask | None,
-        cache: Sequence[Past] | None,
+        cache: Sequence[Any] | None,
     ) -> torch.Tensor:
         x = self.embed(input_ids)  # (B, T, C)
         config = self.config

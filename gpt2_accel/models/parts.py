@@ -4,7 +4,6 @@ Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vo
 """
 
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +13,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from gpt2_accel.kernels import attention, cross_entropy
 
 Mask = torch.Tensor | BlockMask
-
-
-class Past(Protocol):
-    """The KV cache of a block, such as a cache layer of `transformers`."""
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends keys and values of new tokens, (B, H, T, D); returns all keys and values."""
 
 
 class Embedding(nn.Embedding):
@@ -165,17 +155,13 @@ def head_loss(
     targets: torch.Tensor,
     vocab_size: int,
     reduction: str = "mean",
-    z_loss: float = 0.0,
     soft_cap: float | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Returns the cross-entropy of the logits in nats, 0 at targets of -100.
 
     x: (B, T, C), weight: (V, C), targets: (B, T) -> the mean, a scalar, NaN without a target, or
-    (B, T) with `reduction` "none". With `z_loss` it is a pair, as in `LanguageModel.forward`.
-    `soft_cap` limits the logits, see `cross_entropy.capped`.
+    (B, T) with `reduction` "none". `soft_cap` limits the logits, see `cross_entropy.capped`.
     """
-    if z_loss and reduction == "none":
-        raise ValueError("z_loss needs reduction='mean': losses of single targets do not have it")
     x = x.flatten(0, 1)
     flat = targets.flatten()
     counts = flat != -100
@@ -185,17 +171,15 @@ def head_loss(
         x = x[counts]
         flat = flat[counts]
     if cross_entropy.applies(x, weight):
-        loss = cross_entropy.linear_cross_entropy(
-            x, weight, flat, vocab_size, reduction, z_loss, soft_cap
-        )
+        loss = cross_entropy.linear_cross_entropy(x, weight, flat, vocab_size, reduction, soft_cap)
     else:
         # The product includes the padding rows, which is the faster shape. A bias of -inf removes
         # them from the softmax without another copy of the logits.
         bias = x.new_zeros(len(weight))
         bias[vocab_size:] = -math.inf
         logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
-        loss = logits_loss(logits, flat, reduction, z_loss)
-    if isinstance(loss, tuple) or reduction != "none":
+        loss = logits_loss(logits, flat, reduction)
+    if reduction != "none":
         return loss
     if chosen:
         loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
@@ -211,18 +195,11 @@ def can_be_read(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not traced
 
 
-def logits_loss(
-    logits: torch.Tensor, targets: torch.Tensor, reduction: str, z_loss: float
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def logits_loss(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
     """Returns the cross-entropy of logits, in fp32, or in fp64 if they are.
 
-    logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T). `head_loss` has the other arguments.
+    logits: (B·T, V) or (B, T, V), targets: (B·T,) or (B, T). `reduction` as in `head_loss`.
     """
-    flat = targets.flatten()
-    logits = logits.flatten(0, -2)
-    loss = F.cross_entropy(cross_entropy.at_least_fp32(logits), flat, reduction=reduction)
-    if z_loss:
-        log_sum = logits.to(loss.dtype).logsumexp(dim=1)
-        z = log_sum.square().where(flat != -100, math.nan).nanmean()
-        return loss + z_loss * z, z.detach()
+    wide = cross_entropy.at_least_fp32(logits.flatten(0, -2))
+    loss = F.cross_entropy(wide, targets.flatten(), reduction=reduction)
     return loss.view_as(targets) if reduction == "none" else loss

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import psutil
 import torch
@@ -56,15 +56,13 @@ GPUS = {
 }
 # The dtypes of mixed precision, by Accelerate's names.
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Inputs = ParamSpec("Inputs")
-Answer = TypeVar("Answer")
 
 
-def overridable(question: Callable[Inputs, Answer]) -> Callable[Inputs, Answer]:
+def overridable(question: Callable) -> Callable:
     """Decorates a function whose return value `GPT2_ACCEL_DEVICE` can override."""
 
     @functools.wraps(question)
-    def answer(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Answer:
+    def answer(*args: Any, **kwargs: Any) -> Any:
         overrides = json.loads(os.environ.get(OVERRIDES, "{}"))
         name = question.__name__
         return overrides[name] if name in overrides else question(*args, **kwargs)

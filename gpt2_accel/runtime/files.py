@@ -303,10 +303,10 @@ class JsonLines:
 
         If the disk is full, the line stays in the buffer.
         """
-        finite = {}
+        finite = dict(entry)
         for name, value in entry.items():
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            finite[name] = value if is_finite else None
+            if isinstance(value, float) and not math.isfinite(value):
+                finite[name] = None
         with suppress(OSError):
             self._file.write(json.dumps(finite).encode() + b"\n")
             self._file.flush()

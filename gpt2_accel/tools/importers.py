@@ -2,8 +2,6 @@
 
 import re
 import sys
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +16,6 @@ from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.files import sentence
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
-# The config classes that build-nanogpt pickles; a plain class stands for them, so no code runs.
-PICKLED: list[Callable | tuple[Callable, str]] = [
-    (SimpleNamespace, "__main__.GPTConfig"),
-    (SimpleNamespace, "train_gpt2.GPTConfig"),
-]
-
 
 def read_checkpoint(path: Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
@@ -34,35 +26,28 @@ def read_checkpoint(path: Path) -> LanguageModel:
     Raises `ValueError` if the file is damaged, contains other objects than tensors and plain
     values, or is another kind of checkpoint.
     """
+    # build-nanogpt pickles its config class; a plain class stands for it, so no code runs.
+    plain = (SimpleNamespace, "__main__.GPTConfig")
     try:
-        with torch.serialization.safe_globals(PICKLED):
-            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged pickle may raise any exception
-        raise ValueError(
-            f"{path} is damaged, or contains objects other than tensors and plain values, which "
-            "could run code: copy the file again, or save only its state dict and its arguments"
-        ) from error
-    try:
+        with torch.serialization.safe_globals([plain]):
+            checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
         tensors = checkpoint["model"]
-        values = checkpoint.get("model_args")
-        gelu = "none"
-        if values is None:
-            values = vars(checkpoint["config"])
-            gelu = "tanh"
+        values = checkpoint.get("model_args") or vars(checkpoint["config"])
         rows = values["vocab_size"]
         config = GPTConfig(
-            vocab_size=GPT2_VOCAB_SIZE if rows == 50304 else rows,
-            n_positions=values["block_size"],
-            n_layer=values["n_layer"],
-            n_head=values["n_head"],
-            n_embd=values["n_embd"],
+            GPT2_VOCAB_SIZE if rows == 50304 else rows,
+            values["block_size"],
+            values["n_layer"],
+            values["n_head"],
+            values["n_embd"],
             bias=values.get("bias", True),
-            gelu=gelu,
+            gelu="none" if "model_args" in checkpoint else "tanh",
         )
-    except Exception as error:  # another content may raise any
+    except Exception as error:  # a damaged pickle, or another content, may raise any
         raise ValueError(
-            f"{path} is not a checkpoint of nanoGPT or build-nanogpt ({error!r}): give the .pt "
-            "file that its training script wrote, with the model's weights and arguments"
+            f"{path} is damaged, or not a checkpoint of nanoGPT or build-nanogpt ({error!r}): copy "
+            "the file again, or give the .pt file that its training script wrote, with tensors and "
+            "plain values only: other objects could run code"
         ) from error
     converted = {}
     for key, tensor in tensors.items():

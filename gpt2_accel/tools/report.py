@@ -20,7 +20,6 @@ from gpt2_accel.hf.loss_plot import (
     INK,
     LOSS_STYLES,
     LOSS_TITLE,
-    Figure,
     chart,
     curve_points,
     require_matplotlib,
@@ -107,7 +106,7 @@ def write_report(runs: list[RunFolder], folder: str | Path) -> Path:
     return Path(folder) / "report.html"
 
 
-def report_of(runs: list[RunFolder]) -> tuple[str, dict[str, "Figure"]]:
+def report_of(runs: list[RunFolder]) -> tuple[str, dict[str, Any]]:
     """Returns the report as HTML, and its figures by file name without suffix."""
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
@@ -156,10 +155,8 @@ def facts(run: RunFolder) -> dict[str, Any]:
 
 def same_tokenizer(runs: list[RunFolder]) -> bool:
     """Whether the runs have the same tokenizer, so that losses in nats per token are comparable."""
-    tokenizers = set()
-    for run in runs:
-        tokenizers.add(run.metadata.get("tokenizer") or run.metadata.get("vocab_size"))
-    return len(tokenizers) <= 1
+    about = [run.metadata for run in runs]
+    return len({each.get("tokenizer") or each.get("vocab_size") for each in about}) <= 1
 
 
 def comparable(runs: list[RunFolder]) -> list[str]:
@@ -168,14 +165,12 @@ def comparable(runs: list[RunFolder]) -> list[str]:
     left_out = ["_stderr"]
     if not same_tokenizer(runs):
         left_out += PER_TOKEN
-    newest: dict[str, object] = {}
-    for run in runs:
-        newest |= run.newest()
-    names = [name for name in newest if "/" in name and not name.startswith("train/")]
+    found = dict.fromkeys(chain.from_iterable(run.newest() for run in runs))
+    names = [name for name in found if "/" in name and not name.startswith("train/")]
     return [name for name in names if not name.endswith(tuple(left_out))]
 
 
-def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
+def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, Any]:
     """Draws the loss over each of `AXES`, then `metrics` and `TRAINING` over tokens; returns the
     figures by file name. Skips figures of fewer than two values. If the tokenizers differ, the loss
     is in bits per byte."""
@@ -200,9 +195,7 @@ def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, "Figure"]:
     return figures
 
 
-def draw_one(
-    runs: list[RunFolder], title: str, styles: dict[str, dict], axis: str
-) -> "Figure | None":
+def draw_one(runs: list[RunFolder], title: str, styles: dict[str, dict], axis: str) -> Any | None:
     """Draws metrics, by their styles, of all runs over one of `AXES`; returns None for fewer than
     two values."""
     curves = []
@@ -216,7 +209,7 @@ def draw_one(
     return chart(title, AXES[axis][0], curves)
 
 
-def themed_svg(figure: "Figure") -> str:
+def themed_svg(figure: Any) -> str:
     """Returns a figure as an `<svg>` element in the colours of the page."""
     from matplotlib import rc_context
 

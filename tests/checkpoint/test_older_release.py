@@ -1,4 +1,4 @@
-"""A checkpoint of release 0.3 resumes with the same losses; one of 0.1 is refused.
+"""A checkpoint of release 0.3 resumes with the same losses.
 
 `fixtures/README.md` says how they were made.
 """
@@ -11,11 +11,8 @@ import sys
 
 import pytest
 import torch
-from conftest import losses, metrics, read_json, refused
+from conftest import losses, metrics, read_json
 from launching import ROOT
-
-from gpt2_accel import from_pretrained
-from gpt2_accel.checkpoint.find import find_checkpoint, verified_directory
 
 FIXTURES = ROOT / "tests/fixtures"
 SAME_ON_EVERY_CPU = {
@@ -44,11 +41,3 @@ def test_a_checkpoint_of_release_0_3_resumes_with_the_same_losses(data_dir, tmp_
     assert actual == pytest.approx(made["losses"], abs=1e-4)
     if platform.machine() == "x86_64" and torch.__version__.startswith("2.13.0"):
         assert actual == made["losses"]
-
-
-def test_a_checkpoint_of_release_0_1_is_refused_but_its_model_loads(tmp_path):
-    old = shutil.copytree(FIXTURES / "checkpoint-0.1", tmp_path / "run/checkpoint-4")
-    for resume_from in ("latest", str(old)):
-        with refused("damaged or of release 0.1: resume from another"):
-            find_checkpoint(resume_from, tmp_path / "run")
-    assert from_pretrained(verified_directory(tmp_path / "run")).config.n_layer == 1

@@ -36,7 +36,7 @@ from gpt2_accel.data.shards import (
     load_data_tokenizer,
     verify_data,
 )
-from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
+from gpt2_accel.hf.chat_template import chat_tokenizer
 
 ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text())
 ASKED = ROWS["asked"]
@@ -313,59 +313,6 @@ def test_a_json_file_may_hold_an_array(tmp_path):
 
 
 # Windows
-
-
-def test_the_first_update_is_that_of_trl(chat_base, tmp_path):
-    """Packed windows have the loss and gradient norm of TRL's `SFTTrainer`."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from gpt2_accel import from_pretrained, save_pretrained
-
-    rows = [{"messages": row["messages"] * (1 + i % 2)} for i, row in enumerate(chat_rows(99))]
-    tokenizer = chat_tokenizer(chat_base)
-    model = from_pretrained(chat_base)
-    save_pretrained(with_rows(model, 257, 259), tmp_path / "model", tokenizer)
-    prepared(chat_base, tmp_path, rows, sequence_length=128)
-    kept = {tuple(ids) for ids, _ in stored(tmp_path / "chat", "train")}
-    template = tokenizer.apply_chat_template
-    rows = [row for row in rows if tuple(template(row["messages"])["input_ids"]) in kept]
-    assert len(kept) == len(rows) > 60
-    settings = trl.SFTConfig(
-        output_dir=str(tmp_path / "trl"),
-        assistant_only_loss=True,
-        per_device_train_batch_size=len(rows),
-        max_length=128,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        use_cpu=True,
-        dataset_num_proc=None,
-    )
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    trainer = trl.SFTTrainer(
-        theirs,
-        settings,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(tmp_path / "model"),
-    )
-    expected = trainer.compute_loss(theirs, next(iter(trainer.get_train_dataloader())))
-    expected.backward()
-    ours = from_pretrained(tmp_path / "model").eval()
-    part = loader(tmp_path / "chat", sequence_length=128, micro_batch_size=1)
-    loss = torch.zeros(())
-    for batch in part.update(0, part.windows):
-        nats = ours(batch.input_ids, batch.targets, documents=batch.documents)
-        loss = loss + nats / batch.divisor
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert gradient_norm(ours) == pytest.approx(gradient_norm(theirs), rel=3e-6)
-
-
-def gradient_norm(model):
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).item()
 
 
 def test_the_targets_and_the_template_are_covered_by_checksums(chat_base, tmp_path):

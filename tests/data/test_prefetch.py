@@ -1,15 +1,14 @@
 """Batches that a thread reads ahead: order, errors, end of the thread, overlap with training."""
 
 import threading
-import time
 from contextlib import closing
 
 import pytest
 import torch
-from conftest import losses, refused, run
+from conftest import refused, run
 from launching import wait_for
 
-from gpt2_accel.data.loader import Batch, TrainLoader
+from gpt2_accel.data.loader import Batch
 from gpt2_accel.data.prefetch import BATCHES_AHEAD, prefetch
 
 CPU = torch.device("cpu")
@@ -80,26 +79,3 @@ def test_the_thread_ends_with_the_loop_also_after_an_error(tiny, before_update):
     with pytest.raises(KeyboardInterrupt):
         run(tiny())
     assert not threads()
-
-
-def test_updates_overlap_with_the_reads_of_the_next_batches(tiny, monkeypatch, before_update):
-    """Each read takes 10 ms. If an update takes longer, its batch was read before it began."""
-    read = TrainLoader.read
-    finished = []
-    waiting = []
-
-    def slow_read(*args):
-        time.sleep(0.01)
-        finished.append(1)
-        return read(*args)
-
-    def slow_update(step):
-        time.sleep(0.05)
-        waiting.append(len(finished) < step + 1)
-
-    expected = losses(run(tiny("plain", max_steps=20)))
-    monkeypatch.setattr(TrainLoader, "read", slow_read)
-    before_update(slow_update)
-    assert losses(run(tiny("slow", max_steps=20))) == expected
-    assert len(waiting) == 20
-    assert sum(waiting) <= 1

@@ -524,12 +524,5 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, mon
     made(sources_of(folder), tmp_path / "d")
 
 
-def test_prepared_data_is_not_overwritten(tmp_path):
-    splits = {"train": ["one two", "three " * 100], "val": ["four"]}
-    prepare(splits, byte_tokenizer(), tmp_path / "d", source="made up")
-    with pytest.raises(FileExistsError):
-        prepare(splits, byte_tokenizer(), tmp_path / "d", source="made up")
-
-
 def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():
     assert len(train_bpe(["x" * 3_000_000, "the cat sat on the mat " * 9], 260)) == 260

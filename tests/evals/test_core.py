@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import make_text, read_json, refused, run, run_recipe, write_lines
-from launching import launch
+from conftest import make_text, refused, run, write_lines
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -189,19 +188,6 @@ def test_an_interrupted_evaluation_returns_nothing(accelerator, model_dir, bundl
     model = from_pretrained(model_dir)
     core = Core(bundle, load_tokenizer(model_dir), model.config)
     assert core(accelerator, model, lambda: True) == {}
-
-
-def test_the_recipe_gives_equal_results_on_one_and_two_processes(
-    model_dir, bundle, tmp_path, capsys
-):
-    flags = ["--model", str(model_dir), "--tasks", "core", "--data", str(bundle), "--output"]
-    run_recipe("evaluate", *flags, str(tmp_path / "one.json"))
-    assert "| core/core" in capsys.readouterr().out
-    launch("recipes/evaluate.py", *flags, tmp_path / "two.json", processes=2)
-    [one] = read_json(tmp_path / "one.json").values()
-    [two] = read_json(tmp_path / "two.json").values()
-    assert one["results"] == pytest.approx(two["results"])
-    assert set(one["results"]) > {"core/core", "core/core_stderr", "core/Endings"}
 
 
 def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub.constants
-import numpy as np
 import pytest
 from conftest import (
     contents,
@@ -18,13 +17,11 @@ from conftest import (
 )
 from hub_server import TOKEN, Hub
 
-from gpt2_accel.data.loader import open_split
 from gpt2_accel.data.prepare import prepare_sources
 from gpt2_accel.data.shards import data_fingerprint
 from gpt2_accel.data.sources import texts
-from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.hf.hub_data import open_hub, push_data
-from gpt2_accel.tokenizer import byte_tokenizer, save_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer
 
 REPO = "user/words"
 
@@ -91,25 +88,6 @@ def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
     assert len(again) == len(set(again))  # one of the two downloads, the other waits
     assert set(again) & set(before) == {"train_000001.bin"}
     assert data_fingerprint(f"hub:{REPO}") == data_fingerprint(shards)
-
-
-def test_token_files_of_llm_c_and_their_tokenizer_are_downloaded(hub, tmp_path):
-    """As llm.c writes them for Llama 3: they are imported from the folder of the download."""
-    save_tokenizer(byte_tokenizer(), tmp_path / "t", "t")
-    files = {f"tokenizer/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
-    ids = np.arange(250, dtype="<u4")
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240801, 7, len(ids)
-    content = header.tobytes() + ids.tobytes()
-    files |= dict.fromkeys(
-        ["x_train_000001.bin", "x_train_000002.bin", "x_val_000000.bin"], content
-    )
-    hub.repos["u/x"] = {"private": False, "commits": [("1" * 40, files)]}
-    with refused("prepare-data import .*u--x.partial"):
-        open_hub("hub:u/x")
-    import_tokens(str(tmp_path / "cache/.u--x.partial"), tmp_path / "data", "the command")
-    [(stream, _)] = open_split(tmp_path / "data", "train")
-    assert stream.read(0, 500).tolist() == ids.tolist() * 2
 
 
 def test_a_repository_without_prepared_data_and_damaged_data_are_refused(hub, shards, tmp_path):

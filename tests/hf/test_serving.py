@@ -96,6 +96,7 @@ def answers(url, server):
         return True
 
 
+@needs_llama_cpp  # starts slowly
 def test_transformers_serve_streams_a_completion(trained, tmp_path):
     pytest.importorskip("openai", reason="needs the extra: pip install 'transformers[serving]'")
     port = free_port()

@@ -254,7 +254,7 @@ def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_p
         run(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
 
 
-@pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text"])
 def test_text_chat_and_samples_use_the_tokenizer_of_a_family(kind, tmp_path, capsys):
     text = "".join(make_text(40, seed) for seed in range(90))
     tokenizer = own_tokenizer(kind, [text])

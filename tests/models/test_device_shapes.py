@@ -59,14 +59,13 @@ def without(q, k, v, block_mask, enable_gqa):
 
 
 @pytest.mark.parametrize("soft_cap", [None, 15.0])
-@pytest.mark.parametrize("rows", [1334, 4000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "dtype"), [(1334, torch.float16), (4000, torch.bfloat16)])
 def test_the_chunked_loss_stays_on_its_device(rows, dtype, soft_cap):
     x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
     weight = torch.zeros(50304, 32, device=OTHER)
     targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
     sums, grad_x, grad_w = chunked_cross_entropy._init_fn(
-        x, weight, targets, 50257, rows, False, soft_cap, 0.0
+        x, weight, targets, 50257, rows, False, soft_cap
     )
     assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
     assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}

@@ -58,9 +58,6 @@ def test_training_losses(kind, at_once, dtype, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
     loss = next_token_loss(model, Batch(ids, targets))
     assert loss.item() == pytest.approx(mean.item(), rel=1e-4)
-    z = torch.logsumexp(model(ids).double(), 2)[targets != -100].square().mean()
-    total, _ = model(ids, targets, z_loss=0.1)
-    assert total.item() == pytest.approx((mean + 0.1 * z).item(), rel=1e-4)
 
 
 @torch.no_grad()

@@ -109,6 +109,7 @@ def test_a_mixture_of_experts_loads_only_with_its_class(change, tmp_path):
     assert len(completion.ids) == 5
 
 
+@long
 def test_a_mixture_of_experts_trains_alike_on_one_and_two_processes(change, data_dir, tmp_path):
     lines = change("moe", "one", mixture, learning_rate=1e-3)
     config = tiny_config(data_dir, tmp_path / "two", learning_rate=1e-3, micro_batch_size=2)

@@ -7,7 +7,6 @@ import yaml
 from conftest import (
     chat_rows,
     load_recipe,
-    losses,
     metrics,
     refused,
     run,
@@ -121,17 +120,6 @@ def test_a_model_trained_here_and_its_descendants_take_a_higher_rate_than_a_pret
     shutil.rmtree(again)
     run_recipe("chat_sft", *flags, "--model", tuned / "best", "--output_dir", again)
     assert rate_of(again) == 2e-5
-
-
-def test_one_and_two_processes_and_any_micro_batch_are_one_run(chat_data, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    changes = {"max_steps": 6, "eval_every": 6}
-    run_recipe("chat_sft", *settings(chat_data, one, **changes))
-    launch(RECIPE, *settings(chat_data, two, micro_batch_size=1, **changes), processes=2)
-    assert losses(metrics(two)) == pytest.approx(losses(metrics(one)), abs=2e-5)
-    last = metrics(one)[-1]
-    assert metrics(two)[-1]["val/loss"] == pytest.approx(last["val/loss"], abs=2e-5)
-    assert "val/bits_per_byte" not in last
 
 
 def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_base, tmp_path):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from conftest import long
 from launching import ROOT, free_port, in_process, wait_for
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
@@ -126,6 +127,7 @@ def test_the_text_page_continues_a_prompt(chat_base):
     assert all(text.startswith("the ") for text in texts)
 
 
+@long
 def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(chromium, chat_server):
     """The page shows HTML as text, is not wider than the phone, and asks no other host."""
     phone = chromium.new_context(

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import (
     hellaswag_items,
+    long,
     make_text,
     metrics,
     read_json,
@@ -119,6 +120,7 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
     assert {metric.partition("/")[0] for metric in entry["results"]} == {"text"}
 
 
+@long
 @pytest.mark.skipif(not find_spec("lm_eval"), reason="needs lm-eval")
 def test_results_equal_those_of_the_harness_by_its_own_command(items, tmp_path):
     """The harness opens a Qwen3 in transformers, and reads copies of its tasks with local items."""

@@ -143,6 +143,7 @@ def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(tiny, st
     assert status(config.output_dir)["state"] == "finished"
 
 
+@long
 def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp_path):
     settings = {"max_steps": 120, "eval_every": 20, "save_every": 60}
     config = tiny("run", **settings)
@@ -167,7 +168,7 @@ def test_a_closed_pipe_does_not_end_a_run_and_nohup_ignores_the_hangup(tiny, tmp
     ("processes", "number", "code"),
     [
         (2, signal.SIGTERM, 0),
-        (1, signal.SIGINT, 0),
+        pytest.param(1, signal.SIGINT, 0, marks=long),
         (None, signal.SIGHUP, 129),  # a closed terminal, and no launcher
     ],
 )
@@ -207,7 +208,7 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
     assert find_corruption(checkpoint) is None
 
 
-@pytest.mark.parametrize(("rank", "state"), [(0, "running"), (1, "failed")])
+@pytest.mark.parametrize(("rank", "state"), [pytest.param(0, "running", marks=long), (1, "failed")])
 def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank, state):
     config = tiny("run", micro_batch_size=2, max_steps=10**5, lr_schedule="constant")
     process = start(config, processes=2)

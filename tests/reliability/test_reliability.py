@@ -107,7 +107,7 @@ def test_a_kill_before_any_file_operation_of_a_save_loses_at_most_one_save(
     assert number > 1
 
 
-@pytest.mark.parametrize("what", ["text", "chat"])
+@pytest.mark.parametrize("what", ["text", pytest.param("chat", marks=long)])
 def test_a_preparation_killed_before_any_file_operation_resumes(what, chat_base, tmp_path, times):
     (tmp_path / "text").mkdir()
     for i in range(12):

@@ -13,9 +13,7 @@ from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.results import markdown
 from gpt2_accel.tools.study.runs import Runs, Trial, read_trial
 
-METRICS = ("loss", "bits_per_byte")
 OWN = {"output_dir", "resume_from", "seed", "max_steps", "epochs"}  # settings that the study sets
-WARMUP = "warmup_share"  # share of the updates, in place of warmup_steps
 MOST_SEEDS = 1000  # a verdict asks for at most this many more seeds
 
 
@@ -44,10 +42,10 @@ class Study:
                     raise ValueError(
                         f"{name} is {own!r}: a variant has `name: value` lines, tune has lists"
                     )
-        if not self.variants or self.seeds < 1 or self.metric not in METRICS:
+        if not self.variants or self.seeds < 1 or self.metric not in ("loss", "bits_per_byte"):
             raise ValueError(
-                "give a variant, such as `baseline: {}`, at least one seed, and a metric of "
-                f"{', '.join(METRICS)}"
+                "give a variant, such as `baseline: {}`, at least one seed, and the metric loss or "
+                "bits_per_byte"
             )
         (self.unit, amounts), *more = list(self.budget.items()) or [("", 0)]
         self.budgets = np.unique(np.array(amounts, float)).tolist()  # YAML reads 1e6 as text
@@ -96,7 +94,7 @@ def plan(study: Study, variant: str, tuned: dict, seed: int, budget: float) -> T
     if wrong:
         raise ValueError(f"{label}: the study itself sets {', '.join(wrong)}: leave it out")
     settings["seed"] = seed
-    share = settings.pop(WARMUP, None)
+    share = settings.pop("warmup_share", None)  # of the updates, in place of warmup_steps
     trial = read_trial(Path(study.recipe), label, settings)
     config = trial.config
     if not config.eval_every or config.max_hours or config.patience:
@@ -111,7 +109,7 @@ def plan(study: Study, variant: str, tuned: dict, seed: int, budget: float) -> T
     if share is not None:
         if "warmup_steps" in settings or not 0 <= float(share) <= 1:
             raise ValueError(
-                f"{label}: {WARMUP} is {share!r}: give a number from 0 to 1, and no warmup_steps"
+                f"{label}: warmup_share is {share!r}: give 0 to 1, and no warmup_steps"
             )
         settings["warmup_steps"] = round(float(share) * updates)
     # Again, since a recipe may choose settings by the length of a run.
@@ -179,12 +177,13 @@ def outcome(own: np.ndarray, base: np.ndarray) -> list[str]:
     return [verdict, plus_minus(pairs, "+.4f"), plus_minus(ended), str(len(ended))]
 
 
-def half_width(spread: float, count: Any) -> Any:
-    """Returns half the width of the 95% interval of a mean, by Student's t, from the standard
-    deviation of `count` values. `count` is a number or an array, and so is the result."""
+def half_width(values: np.ndarray, count: Any) -> Any:
+    """Returns half the width of the 95% interval of the mean of `count` values, by Student's t,
+    with the standard deviation of `values`. `count` is a number or an array, and so is the
+    result."""
     from scipy.stats import t
 
-    return t.ppf(0.975, count - 1) * spread / np.sqrt(count)
+    return t.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count)
 
 
 def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
@@ -194,8 +193,7 @@ def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
         return "none"
     text = format(np.mean(values), form)
     if len(values) > 1:
-        half = half_width(np.std(values, ddof=1), len(values))
-        text += f" ± {half:{form.lstrip('+')}}"
+        text += f" ± {half_width(values, len(values)):{form.lstrip('+')}}"
     return text
 
 
@@ -213,10 +211,10 @@ def judge(differences: np.ndarray) -> str:
         return "equal"
     mean = np.mean(differences)
     counts = np.arange(count, count + MOST_SEEDS + 1)
-    enough = counts[abs(mean) > half_width(np.std(differences, ddof=1), counts)]
+    enough = counts[abs(mean) > half_width(differences, counts)]
     if not enough.size:
         return f"not distinguishable: even {MOST_SEEDS:,} more seeds may not tell them apart"
     more = enough[0] - count
     if not more:
         return "better" if mean < 0 else "worse"
-    return f"not distinguishable: about {more} more seed{'s'[: more - 1]}"
+    return f"not distinguishable: about {more} more seeds"

@@ -6,7 +6,6 @@ whose lock it gets.
 """
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -31,6 +30,7 @@ from filelock import FileLock, Timeout
 import gpt2_accel.train
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig, setting
+from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.shards import data_fingerprint, read_manifest
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import model_shape
@@ -108,18 +108,13 @@ class Trial:
             )
         launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
         content = [own, data_fingerprint(self.config.data_dir), launch]
-        return short_hash(json.dumps(content, sort_keys=True))
-
-
-def short_hash(text: str) -> str:
-    """Returns the first 12 hexadecimal digits of the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return text_digest(json.dumps(content, sort_keys=True))[:12]
 
 
 def code_of(recipe: Path) -> str:
-    """Returns the `short_hash` of a recipe's file and this package's modules."""
+    """Returns 12 digits of a SHA-256 of a recipe's file and this package's modules."""
     package = Path(gpt2_accel.__file__).parent.rglob("*.py")
-    return short_hash(digest(recipe) + "".join(map(digest, sorted(package))))
+    return text_digest(digest(recipe) + "".join(map(digest, sorted(package))))[:12]
 
 
 def arguments(changes: dict[str, Any], output_dir: str) -> list[str]:
@@ -152,8 +147,7 @@ def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
     if not isinstance(outcome, tuple):
         reason = outcome or "the recipe does not call train: run it alone to see why"
         raise ValueError(f"{label}: {reason}")
-    typed = {name: getattr(outcome[0], name, value) for name, value in changes.items()}
-    return Trial(recipe, label, typed, *outcome)
+    return Trial(recipe, label, changes, *outcome)
 
 
 def capture(config: TrainConfig, **_: Any) -> None:
@@ -248,9 +242,8 @@ def train_run(trial: Trial, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / LOCK, 0):
         print(f"\n{trial}", file=sys.stderr)
-    command = [sys.executable, str(trial.recipe)]
     process = subprocess.Popen(
-        command + arguments(trial.changes, str(folder)),
+        [sys.executable, str(trial.recipe)] + arguments(trial.changes, str(folder)),
         env=os.environ | {DRIVER: str(os.getpid())},
         start_new_session=True,  # Ctrl-C reaches only this process, which stops its run
     )

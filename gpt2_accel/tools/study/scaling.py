@@ -24,7 +24,6 @@ BATCH = 2048
 WIDTH = 64
 WEIGHT_DECAY = 0.3
 FIXED = {"optimizer": "muon", "lr_schedule": "linear", "min_lr_ratio": 0.0, "beta2": 0.99}
-QUIET = {"eval_every": 10**9, "sample_every": 0}  # only the last update is evaluated
 NAMES = ("E", "A", "alpha", "B", "beta")
 START = (1, 1e2, 0.4, 1e3, 0.4)
 LEVEL = 0.05  # p-value below which a law gives no interval
@@ -82,8 +81,7 @@ def fit_law(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarra
     free = len(N) - len(values)
     spread = math.sqrt(residuals @ residuals / free)
     groups = [residuals[budgets == budget] for budget in np.unique(budgets)]
-    form = f_oneway(*groups).pvalue
-    return Law(values, covariance, spread, free, form)
+    return Law(values, covariance, spread, free, f_oneway(*groups).pvalue)
 
 
 def size_of(width: int) -> dict[str, int]:
@@ -130,13 +128,13 @@ def grid(
     `sizes` around `TOKENS_PER_PARAMETER`. `learning_rate` as in `settings_for`."""
     runs = []
     for budget in budgets:
-        away = []
-        for size in sizes:
-            best = TOKENS_PER_PARAMETER * size.shape.parameter_count * size.flops_per_token
-            away.append(abs(math.log(best / budget)))
+        # FLOPs of each size with that many tokens.
+        best = [TOKENS_PER_PARAMETER * s.shape.parameter_count * s.flops_per_token for s in sizes]
+        away = [abs(math.log(flops / budget)) for flops in best]
         low = max(0, away.index(min(away)) - count // 2)
         for size in sizes[low : low + count]:
-            settings = settings_for(size, budget, learning_rate) | QUIET
+            settings = settings_for(size, budget, learning_rate)
+            settings |= {"eval_every": 10**9, "sample_every": 0}  # evaluates the last update only
             runs.append((read_trial(size.recipe, f"{budget:.3g}-{size.label}", settings), budget))
     return runs
 

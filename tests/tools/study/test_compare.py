@@ -1,8 +1,6 @@
 """What a study says: intervals, verdicts, and what its file may hold."""
 
-import csv
 import math
-import random
 
 import numpy as np
 import pytest
@@ -47,22 +45,6 @@ def test_the_named_number_of_seeds_tells_a_difference_of_this_size():
         values = np.random.default_rng(0).normal(size=count)
         values = (values - values.mean()) / values.std(ddof=1)
         assert judge(list(mean + spread * values)).startswith(verdict)
-
-
-def test_equal_variants_are_told_apart_in_one_case_of_twenty():
-    """Pairs of two groups of runs of the same settings, which differ in their seeds only."""
-    with open(ROOT / "tests/tools/study/equal_runs.csv", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    assert len(losses) == len(set(losses)) >= 60
-    draw = random.Random(0)
-    told_apart = 0
-    count = 2000
-    for _ in range(count):
-        seeds = draw.choice((3, 5, 8))
-        drawn = draw.sample(losses, 2 * seeds)
-        pairs = zip(drawn[:seeds], drawn[seeds:], strict=True)
-        told_apart += judge([a - b for a, b in pairs]) in ("better", "worse")
-    assert 0.03 <= told_apart / count <= 0.07
 
 
 @pytest.mark.parametrize(
