@@ -556,5 +556,17 @@ def test_prepared_data_is_used_again_for_the_same_texts_and_never_overwritten(
     assert (tmp_path / "d/train_000000.bin").stat() == written
 
 
+def test_a_start_that_another_start_overtakes_uses_its_folder(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("a few words, " * 20)
+
+    def overtaken(words):
+        prepare_text(text, tmp_path / "d", char_tokenizer)
+        return char_tokenizer(words)
+
+    prepare_text(text, tmp_path / "d", overtaken)
+    assert verify_data(tmp_path / "d") == 2
+
+
 def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():
     assert len(train_bpe(["x" * 3_000_000, "the cat sat on the mat " * 9], 260)) == 260
