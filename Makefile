@@ -59,7 +59,7 @@ bench-real: .venv/installed-dev  ## speed and memory of fine-tuning two pretrain
 test-real: .venv/installed-dev  ## test two pretrained models, in MODELS: logits, chat, fine-tuning; 30 minutes
 	MODELS=$(MODELS) $(BIN)/python -m pytest tests/test_real_models.py
 
-test-course: .venv/installed-dev  ## run all notebooks of course/, twice each; 30 minutes
+test-course: .venv/installed-dev  ## run all notebooks of course/ in one folder, then once more; 30 minutes
 	COURSE=long $(BIN)/python -m pytest tests/test_course.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes

@@ -137,6 +137,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
         shorten=longest is None,
         packed=pairs or keeps_documents_apart(shape),
         pairs=pairs,
+        longer="--max_length" if pairs else "--sequence_length",
         source=str(file),
         model=model,
     )

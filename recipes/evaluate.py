@@ -30,6 +30,11 @@ from gpt2_accel.checkpoint.find import (
     verified_directory,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
+<<<<<<< HEAD
+=======
+from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
+from gpt2_accel.evals import Evaluation
+>>>>>>> course
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -65,13 +70,17 @@ class Evaluate:
     )
     verify: bool = setting(True, "compare the model's files with their checksums first")
     tasks: list[str] = setting(
-        [], f"{', '.join(TASKS + SPLITS)}; default val with --data_dir, else hellaswag"
+        [],
+        f"{', '.join(TASKS + SPLITS)}; default val with --data_dir or the data of a run, else "
+        "hellaswag",
     )
     data: list[str] = setting([], "local items: TASK=FILE, or FILE if there is only one task")
     limit: int | None = setting(None, "evaluate only the first N items of each task")
     stride: int | None = setting(None, "tokens between windows of a text; default n_positions")
     data_dir: str | None = setting(
-        None, "prepared data, for the loss on its splits: val, or the splits in --tasks"
+        None,
+        "prepared data, for the loss on its splits: val, or the splits in --tasks; without tasks "
+        "and data by default the run's own, where it is there",
     )
     eval_tokens: int = setting(10_485_760, "tokens per split, at most")
     output: str | None = setting(
@@ -94,10 +103,28 @@ class Evaluate:
             raise ValueError(
                 f"--tasks {self.splits[0]} needs prepared data: give --data_dir FOLDER"
             )
+        if not (self.tasks or self.splits or self.data_dir or self.data):
+            self.data_dir = own_data(self.model)
         if self.data_dir and not self.splits:
             self.splits = ["val"]
         if not (self.tasks or self.splits):
             self.tasks = ["hellaswag"]
+
+
+def own_data(models: list[str]) -> str | None:
+    """Returns the folder of text or conversations on which all models were trained, None if it is
+    not there or they have different ones. A model is a run's folder, or a checkpoint in it."""
+    folders = set()
+    for name in models:
+        run_dir = Path(name)
+        if not (run_dir / "run.json").is_file():
+            run_dir = run_dir.parent
+        saved = load_saved(run_dir / "config.yaml") if (run_dir / "run.json").is_file() else {}
+        folders.add(saved.get("data_dir"))
+    folder = folders.pop()
+    if folders or not folder or not (Path(folder) / DATA_MANIFEST).is_file():
+        return None
+    return None if read_manifest(folder).get("pairs") else folder
 
 
 def local_files(config: Evaluate) -> dict[str, str]:

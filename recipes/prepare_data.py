@@ -357,6 +357,7 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
         cut=options.cut,
         packed=options.pairs or keeps_documents_apart(shape),
         pairs=options.pairs,
+        longer="--sequence_length" + ("" if options.pairs else " (or give --cut)"),
         revision=revision,
         command=command,
     )

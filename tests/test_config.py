@@ -11,6 +11,7 @@ from conftest import refused
 
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, setting
 from gpt2_accel.generation.sampling import Sampling
+from gpt2_accel.runtime.options import OTHER_NAMES
 
 
 @dataclass
@@ -80,6 +81,50 @@ def test_a_file_with_a_command_that_was_saved_loads(tmp_path):
 def test_a_bad_option_is_refused_in_one_sentence(args, message):
     with refused(message):
         parse_config(Recipe, args.split())
+
+
+# The options of this package: those of other programs.
+OTHERS = """
+output_dir: out_dir model_tag
+eval_every: eval_interval eval_steps
+log_every: log_interval logging_steps
+eval_tokens: eval_iters
+micro_batch_size: batch_size device-batch-size per_device_train_batch_size
+sequence_length: block_size max-seq-len max_length
+max_steps: max_iters num_iterations
+learning_rate: lr
+max_grad_norm: grad_clip train.max_norm
+warmup_steps: warmup_iters train.lr_warmup_steps
+data_dir: dataset dataset_name
+core_every: core-metric-every
+decay_share: warmdown_ratio
+epochs: num_train_epochs
+save_every: save_steps
+total_batch_size: gradient_accumulation_steps train.global_batch_size
+lr_schedule: lr_scheduler_type
+optimizer: optim
+beta2: adam_beta2
+adam_eps: adam_epsilon
+keep_last: save_total_limit
+init_from: model_name_or_path checkpoint_dir
+resume_from: resume_from_checkpoint
+checkpoint_activations: gradient_checkpointing
+"""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(theirs, ours) for ours, names in yaml.safe_load(OTHERS).items() for theirs in names.split()],
+)
+def test_a_habit_from_another_program_names_the_option(theirs, ours):
+    with refused(f"did you mean --{ours}[?]$"):
+        parse_config(Recipe, [f"--{theirs}", "1"])
+
+
+def test_every_habit_names_a_setting_and_is_none():
+    assert len(OTHER_NAMES) <= 60
+    assert {*OTHER_NAMES.values()} <= vars(TrainConfig()).keys()
+    assert not {*OTHER_NAMES} & vars(TrainConfig()).keys()
 
 
 @pytest.mark.parametrize(

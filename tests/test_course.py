@@ -1,6 +1,7 @@
 """The course: each notebook runs; the checks give hints, and pass with the solutions.
 
-`make test` runs the first notebook with its solutions, `make test-course` all, both ways.
+`make test` runs the first notebook with its solutions. `make test-course` runs all with their
+solutions in one folder, and then as they are in the same folder.
 """
 
 import os
@@ -37,18 +38,26 @@ def name_of(path: Path) -> str:
     return path.stem
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of all notebooks."""
+    return tmp_path_factory.mktemp("course")
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS if LONG else NOTEBOOKS[:1], ids=name_of)
 @pytest.mark.parametrize("solved", [True, False] if LONG else [True])
-def test_a_notebook_runs(path, solved, tmp_path):
+def test_a_notebook_runs(path, solved, folder):
     notebook = read(path)
     if solved:
         for number in EXERCISES:
             [exercise] = tagged(notebook, f"exercise-{number}")
             [solution] = tagged(notebook, f"solution-{number}")
             exercise.source = solution.source
-    resources = {"metadata": {"path": tmp_path}}
+    resources = {"metadata": {"path": folder}}
     client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources)
     client.execute()  # raises the error of a cell
+    written = {found.name for found in folder.iterdir()}
+    assert written <= {path.stem for path in NOTEBOOKS}  # each has its own folder
     printed = []
     for cell in tagged(notebook, "check"):
         for output in cell.outputs:

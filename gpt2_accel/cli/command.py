@@ -5,9 +5,11 @@ The process is replaced by the recipe's process or Accelerate's launcher, which 
 and sets its exit code.
 """
 
+import difflib
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
 
@@ -85,9 +87,9 @@ def launch(*args: str) -> None:
         takewhile(lambda word: word[-3:] != ".py" and hyphened(word) not in RECIPES, args)
     )
     if len(chosen) == len(args):
-        raise ValueError(
-            f"there is no recipe in {' '.join(args)!r}: choose one of {', '.join(RECIPES)}"
-        )
+        word = next((word for word in args if hyphened(word) not in CONFIGS), "")
+        hint = choices(word, [*RECIPES, *OTHERS])
+        raise ValueError(f"there is no recipe in {' '.join(args)!r}: {hint}")
     name, *options = args[len(chosen) :]
     recipe = find(name, RECIPES)
     if "--help" in options:  # needs no launcher, which takes seconds
@@ -128,8 +130,15 @@ def find(name: str, shipped: dict[str, Path]) -> Path:
         return Path(name)
     known = hyphened(name).partition(".")[0]
     if known not in shipped:
-        raise ValueError(f"{name!r} is not a file: choose one of {', '.join(shipped)}")
+        raise ValueError(f"{name!r} is not a file: {choices(known, shipped)}")
     return shipped[known]
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the known names, or the closest ones."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, cutoff=0.4)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(known)}"
 
 
 def fitting_launch() -> list[str]:

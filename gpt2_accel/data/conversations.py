@@ -51,7 +51,7 @@ SPECIAL = (
     "with a special token of the tokenizer in a message, which would end a turn, or half a "
     "surrogate pair, which is not a character"
 )
-TOO_LONG = "of more tokens than a window; --cut keeps the beginning of conversations"
+TOO_LONG = "of more tokens than a window; raise {} to keep them"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 PADDING = "<|pad|>"
@@ -71,6 +71,7 @@ def prepare_conversations(
     shorten: bool = False,
     packed: bool = True,
     pairs: bool = False,
+    longer: str = "sequence_length",
     **about: str | None,
 ) -> dict:
     """Writes the conversations in `files` into `data_dir`, in windows of `sequence_length` tokens.
@@ -80,7 +81,8 @@ def prepare_conversations(
     conversation is left out. `shorten` makes the windows as long as the longest conversation, in
     multiples of `SHORTEST`, and at most `sequence_length`. `packed` puts several conversations into
     a window. With `pairs` the files hold pairs of answers (`messages.py`), and a window of twice
-    `sequence_length` tokens holds one pair. `source`, `model` (a directory relative to `data_dir`)
+    `sequence_length` tokens holds one pair. `longer` names the option that keeps what is left out
+    as too long. `source`, `model` (a directory relative to `data_dir`)
     and `about` are recorded.
 
     Returns the manifest. Raises `ValueError` for fewer than two different conversations or prompts,
@@ -95,7 +97,7 @@ def prepare_conversations(
     states = {file: state_of(file) for file in files}
 
     def write(folder: Path, _: dict) -> dict:
-        items, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs)
+        items, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs, longer)
         different = len(np.unique(keys))
         if different < 2:
             kind = "different prompt" if pairs else "different conversation"
@@ -160,6 +162,7 @@ def encode_files(
     longest: int,
     cut: bool,
     pairs: bool,
+    longer: str,
 ) -> tuple[list[list[np.ndarray]], np.ndarray, dict[str, list]]:
     """Tokenizes the conversations or pairs in files; `files` maps paths to their `state_of`.
 
@@ -191,7 +194,7 @@ def encode_files(
                     item = [encode_messages(tokenizer, special, prompt, counted)]
                 if max(map(len, item)) > longest:
                     if not cut:
-                        raise Problem(TOO_LONG)
+                        raise Problem(TOO_LONG.format(longer))
                     reason = CUT
                     item = [item[0][:longest]]
                 if not (item[0] & COUNTS).any():

@@ -72,13 +72,17 @@ def prepare(
 ) -> dict:
     """Tokenizes the documents of each split into `data_dir`, one shard per split.
 
-    `source` describes the text, for the manifest. Returns the manifest. Raises `ValueError` for a
-    character that is not in the vocabulary or an empty split, and `OSError` if the folder cannot be
-    used. An error or an interrupt leaves no files.
+    If the folder holds the same texts, splits and tokens already, it is used again. All documents
+    are read into memory. `source` describes the text, for the manifest. Returns the manifest.
+    Raises `ValueError` for a character that is not in the vocabulary or an empty split, and
+    `OSError` if the folder holds other data or cannot be used. An error or an interrupt leaves no
+    files.
     """
-    print(f"tokenizing {source}", file=sys.stderr)  # a bar needs the size
-    found = [texts(source, splits)]
-    return prepare_sources(found, tokenizer, data_dir, source=source, splits=tuple(splits))
+    kept = {split: list(own) for split, own in splits.items()}
+    digests = [(split, *map(text_digest, own)) for split, own in kept.items()]
+    plan = plan_of(digests, tokenizer, probe_ids(tokenizer))
+    found = [texts(source, kept, sum(map(len, chain(*kept.values()))))]
+    return prepare_sources(found, tokenizer, data_dir, source=source, plan=plan, splits=[*kept])
 
 
 def prepare_text(
@@ -97,7 +101,9 @@ def prepare_text(
     text, name = one_text(path)
     if not prepared:
         tokenizer = tokenizer_of(text)
-        prepare_sources([text_source(text, name, tokenizer)], tokenizer, data_dir, source=name)
+        plan = plan_of([name], tokenizer)  # another start may finish first
+        found = [text_source(text, name, tokenizer)]
+        prepare_sources(found, tokenizer, data_dir, source=name, plan=plan)
     elif name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"

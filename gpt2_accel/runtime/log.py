@@ -68,6 +68,7 @@ class RunLog(AbstractContextManager):
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # values in the last line of figures
         self._best = 0.0  # tokens per second
+        self._said = 0  # lines about the speed
         self.resume()
         return self
 
@@ -117,15 +118,19 @@ class RunLog(AbstractContextManager):
         self._bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:
-        """Prints a warning if the speed has halved and others use a fifth of a core or more."""
+        """Prints once that the speed has halved while other processes use a fifth of a core or
+        more, and once that it has recovered."""
         used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
         others = used - PROCESS.cpu_percent()
-        if speed < self._best / 2 and others > 20:
+        if self._said == 0 and speed < self._best / 2 and others > 20:
             self.print_line(
                 f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other "
                 f"processes use {others:.0f}% of a CPU core"
             )
-            self._best = speed  # warns again at a further fall
+            self._said = 1
+        elif self._said == 1 and speed > 0.8 * self._best:
+            self.print_line(f"the speed is {speed:,.0f} tokens/s again")
+            self._said = 2
         self._best = max(self._best, speed)
 
     def skipped(self, problem: str, samples: list) -> None:

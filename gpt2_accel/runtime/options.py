@@ -13,27 +13,48 @@ import yaml
 
 from gpt2_accel.runtime.files import sentence
 
-# Names in nanoGPT and Hugging Face's Trainer -> ours, if the spelling is not close.
+# Our names: those in nanoGPT, nanochat, Hugging Face's Trainer, TRL and litgpt.
+HABITS = """
+learning_rate: lr matrix_lr embedding_lr
+min_lr_ratio: min_lr final_lr_frac
+lr_schedule: lr_scheduler_type decay_lr
+warmup_steps: warmup_iters warmup_ratio lr_warmup_steps
+decay_share: warmdown_ratio
+optimizer: optim
+beta1: adam_beta1
+beta2: adam_beta2
+adam_eps: adam_epsilon
+max_grad_norm: grad_clip max_norm
+micro_batch_size: batch_size device_batch_size per_device_train_batch_size
+total_batch_size: gradient_accumulation_steps global_batch_size
+sequence_length: block_size max_seq_len max_seq_length max_length
+max_steps: max_iters num_iterations lr_decay_iters max_tokens
+epochs: num_train_epochs num_epochs
+eval_every: eval_interval eval_steps eval_strategy
+eval_tokens: eval_iters per_device_eval_batch_size
+core_every: core_metric_every
+log_every: log_interval logging_steps
+save_every: save_interval save_steps
+keep_last: save_total_limit
+keep_best: load_best_model_at_end
+patience: early_stopping_patience
+resume_from: resume_from_checkpoint
+output_dir: out_dir run_name model_tag
+data_dir: dataset dataset_name
+init_from: model model_name_or_path checkpoint_dir
+report_to: wandb_log
+push_to_hub: hub_model_id
+checkpoint_activations: gradient_checkpointing
+lora: lora_r
+dtype: torch_dtype fp16
+"""
 OTHER_NAMES = {
-    "lr": "learning_rate",
-    "batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "total_batch_size",
-    "grad_clip": "max_grad_norm",
-    "block_size": "sequence_length",
-    "gradient_checkpointing": "checkpoint_activations",
-    "model": "init_from",
-    "dataset": "data_dir",
-    "fp16": "dtype",
-    "num_train_epochs": "epochs",
-    "wandb_log": "report_to",
-    "eval_steps": "eval_every",
-    "save_steps": "save_every",
-    "max_seq_length": "sequence_length",
+    theirs: ours for ours, names in yaml.safe_load(HABITS).items() for theirs in names.split()
 }
 # Options of other programs; here the launch config sets these things.
 LAUNCH_OPTIONS = """
-    precision fp16 bf16 mixed_precision dtype device cpu cuda mps gpus num_gpus devices
-    num_processes nodes num_nodes compile torch_compile fsdp deepspeed
+    precision fp16 bf16 mixed_precision dtype device device_type cpu cuda mps gpus num_gpus
+    devices num_processes nodes num_nodes compile torch_compile fsdp deepspeed
 """.split()  # noqa: SIM905
 # Name -> the rule in words, and as a condition.
 RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {

@@ -105,14 +105,16 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected, monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sampel --model x", "no recipe in 'sampel --model x': choose one of .*sample,"),
-        ("README.md", "no recipe in 'README.md'"),
-        ("launch cpu pretrian_124m", "choose one of .*pretrain-124m,"),
-        ("launch 8xa10 quickstart", "choose one of .*8xa100,"),
-        ("config nanogpt_openwebtxt", "choose one of .*nanogpt-openwebtext,"),
+        ("sampel --model x", "no recipe in 'sampel --model x': did you mean sample"),
+        ("trian", "did you mean .*pretrain-124m"),
+        ("doctr", "did you mean doctor"),
+        ("README.md", "no recipe in 'README.md': choose one of .*quickstart"),
+        ("launch cpu pretrian_124m", "did you mean pretrain-124m"),
+        ("launch 8xa10 quickstart", "did you mean .*8xa100"),
+        ("config nanogpt_openwebtxt", "did you mean nanogpt-openwebtext"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_names_that_exist(words, message, started):
+def test_a_wrong_name_is_answered_with_close_ones_or_all(words, message, started):
     with refused(message):
         started(*words.split())
 

@@ -118,7 +118,7 @@ def test_rows_that_are_left_out_are_counted_and_named(chat_base, tmp_path):
     assert sum(documents(manifest).values()) == 21
     last = left_out(manifest["left_out"])[-1]
     assert "2 rows" in last
-    assert "--cut" in last
+    assert "raise sequence_length" in last
     assert places[-1] in last
 
 

@@ -73,7 +73,7 @@ def test_a_window_is_a_pair_of_padded_rows_and_counts_once(chat_base, tmp_path):
     special_token = [pair(chosen="<|im_end|>"), pair(rejected="<|im_end|>")]
     manifest = prepared(chat_base, tmp_path, rows + too_long + equal + special_token + [None])
     counts = {reason: count for reason, (count, _) in manifest["left_out"].items()}
-    assert counts.pop(TOO_LONG) == 2
+    assert counts.pop(TOO_LONG.format("sequence_length")) == 2
     assert counts.pop(EQUAL) == 1
     assert counts.pop(EMPTY) == 1
     [(reason, count)] = counts.items()

@@ -31,7 +31,13 @@ from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.validation import prepare_loss
-from gpt2_accel.tokenizer import byte_tokenizer, document_marks, encode, train_bpe
+from gpt2_accel.tokenizer import (
+    byte_tokenizer,
+    char_tokenizer,
+    document_marks,
+    encode,
+    train_bpe,
+)
 
 RECIPE = "recipes/prepare_data.py"
 
@@ -522,6 +528,44 @@ def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, mon
             made(sources_of(folder), tmp_path / "d", shard_tokens=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     made(sources_of(folder), tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("train", "tokenizer"),
+    [
+        (["one two", "Three"], byte_tokenizer()),
+        (["one two"], byte_tokenizer()),
+        (["one ", "twothree"], byte_tokenizer()),
+        (["one two", "three"], char_tokenizer("one twhrfu")),
+    ],
+)
+def test_prepared_data_is_used_again_for_the_same_texts_and_never_overwritten(
+    train, tokenizer, tmp_path
+):
+    texts = {"train": ["one two", "three"], "val": ["four"]}
+
+    def prepared(splits, tokenizer):
+        return prepare(splits, tokenizer, tmp_path / "d", source="made up")
+
+    manifest = prepared(texts, byte_tokenizer())
+    written = (tmp_path / "d/train_000000.bin").stat()
+    again = {split: iter(own) for split, own in texts.items()}
+    assert prepared(again, byte_tokenizer()) == manifest
+    with refused("exists already"):
+        prepared(texts | {"train": train}, tokenizer)
+    assert (tmp_path / "d/train_000000.bin").stat() == written
+
+
+def test_a_start_that_another_start_overtakes_uses_its_folder(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("a few words, " * 20)
+
+    def overtaken(words):
+        prepare_text(text, tmp_path / "d", char_tokenizer)
+        return char_tokenizer(words)
+
+    prepare_text(text, tmp_path / "d", overtaken)
+    assert verify_data(tmp_path / "d") == 2
 
 
 def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():

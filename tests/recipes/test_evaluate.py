@@ -78,6 +78,22 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     assert two["results"] == pytest.approx(one["results"], rel=1e-6)
 
 
+def test_a_run_is_evaluated_on_its_own_data_where_that_is_there(model, tmp_path, capsys):
+    output = tmp_path / "own.json"
+    checkpoint = max(model.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    run_recipe("evaluate", "--model", model, checkpoint, "--output", output)
+    logged = pytest.approx(metrics(model)[-1]["val/loss"], abs=1e-5)
+    assert {entry["results"]["val/loss"] == logged for entry in read_json(output).values()} == {
+        True
+    }
+    moved = shutil.copytree(model, tmp_path / "moved")
+    settings = yaml.safe_load((moved / "config.yaml").read_text())
+    (moved / "config.yaml").write_text(yaml.safe_dump(settings | {"data_dir": "nowhere"}))
+    for models in ([moved], [model, moved]):
+        with refused("give --data hellaswag=FILE"):
+            run_recipe("evaluate", "--model", *models)
+
+
 def test_several_models_are_rows_of_one_table(data_dir, tmp_path, capsys):
     folders = [tmp_path / name for name in ("small", "large")]
     for number, folder in enumerate(folders, 1):

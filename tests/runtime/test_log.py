@@ -82,6 +82,20 @@ def test_logged_figures_are_means_since_the_last_line(tmp_path, monkeypatch):
     assert last["task/score"] == 0.5
 
 
+def test_a_slow_machine_is_named_once_and_once_when_it_has_recovered(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(log.psutil, "cpu_percent", lambda: 100.0)
+    monkeypatch.setattr(log.PROCESS, "cpu_percent", lambda: 0.0)
+    run = RunLog(tmp_path, 0, 20, lambda step: 100 * step, None).__enter__()
+    for step, seconds in enumerate([1, 1, 3, 4, 2, 5, 1, 4, 1, 9], 1):
+        now[0] += seconds
+        run.advance(step)
+        run.training({})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert [line.partition(":")[0] for line in lines] == ["step 3", "step 7"]
+
+
 def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkeypatch):
     """An update of 128 tokens takes a second of a made-up clock."""
     now = [0.0]
