@@ -35,6 +35,15 @@ INERT_NAMES = """
     sample_every sample_prompts sample_tokens push_to_hub hub_strategy max_hours log_every report_to
 """
 INERT = frozenset(INERT_NAMES.split())
+# Settings that have no effect unless another one is set.
+NEEDS = {
+    "lora_alpha": "lora",
+    "lora_dropout": "lora",
+    "ramp_start": "ramp_tokens",
+    "hellaswag_data": "hellaswag_every",
+    "core_data": "core_every",
+    "hub_strategy": "push_to_hub",
+}
 # Settings that determine the shape of a new model.
 SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
 
@@ -140,7 +149,7 @@ class TrainConfig:
     lr_schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}, after the warmup")
     warmup_steps: int = setting(715, "updates of linear warmup")
     min_lr_ratio: float = setting(0.1, "last learning rate / peak")
-    decay_share: float = setting(0.2, "share of the updates, at the end, in which wsd decays")
+    decay_share: float = setting(0.2, "share of the updates, at the end, in which wsd and wsd_linear decay")
 
     eval_tokens: int = setting(10_485_760, "validation tokens per evaluation, at most")
     hellaswag_every: int = setting(0, "HellaSwag interval, in updates; 0 for none")
@@ -293,6 +302,14 @@ class TrainConfig:
         if self.epochs is not None:
             names -= {"max_steps"}
         self.derive(**{name: saved[name] for name in names & saved.keys()})
+
+    def idle(self) -> list[str]:
+        """Returns a line for each changed setting that has no effect, see `NEEDS`."""
+        return [
+            f"--{name} has no effect without --{needed}"
+            for name, needed in NEEDS.items()
+            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without the `NOT_SAVED`."""

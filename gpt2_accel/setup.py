@@ -1,6 +1,5 @@
 """Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -49,6 +48,7 @@ from gpt2_accel.models.any_model import AnyModel, documents_cross
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
+from gpt2_accel.runtime.signals import is_first
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
 from gpt2_accel.tuning import rate_remark
 
@@ -96,9 +96,9 @@ def setup(
             # DDP splits compiled graphs to overlap its reductions. It cannot split those with
             # FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
-    remark = rate_remark(config)
-    if remark:
-        accelerator.print(remark)
+    for remark in [rate_remark(config), *config.idle()]:
+        if remark:
+            accelerator.print(remark)
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)
         if config.lora:
@@ -184,7 +184,7 @@ def print_estimate(config: TrainConfig) -> None:
 
     It needs no Accelerator: the planned hardware may be in another machine.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_first("RANK"):
         print(estimate_run(config))
 
 
