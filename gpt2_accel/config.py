@@ -35,15 +35,6 @@ INERT_NAMES = """
     sample_every sample_prompts sample_tokens push_to_hub hub_strategy max_hours log_every report_to
 """
 INERT = frozenset(INERT_NAMES.split())
-# Settings that have no effect unless another one is set.
-NEEDS = {
-    "lora_alpha": "lora",
-    "lora_dropout": "lora",
-    "ramp_start": "ramp_tokens",
-    "hellaswag_data": "hellaswag_every",
-    "core_data": "core_every",
-    "hub_strategy": "push_to_hub",
-}
 # Settings that determine the shape of a new model.
 SHAPE = ("architecture", "depth", "n_layer", "n_head", "n_embd", "n_positions", "bias")
 
@@ -302,14 +293,6 @@ class TrainConfig:
         if self.epochs is not None:
             names -= {"max_steps"}
         self.derive(**{name: saved[name] for name in names & saved.keys()})
-
-    def idle(self) -> list[str]:
-        """Returns a line for each changed setting that has no effect, see `NEEDS`."""
-        return [
-            f"--{name} has no effect without --{needed}"
-            for name, needed in NEEDS.items()
-            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed)
-        ]
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of the run by name, without the `NOT_SAVED`."""

@@ -50,7 +50,7 @@ from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.runtime.signals import is_first
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
-from gpt2_accel.tuning import rate_remark
+from gpt2_accel.tuning import remarks
 
 CORE_ITEMS = 500  # items per task in training; nanochat has the same
 
@@ -96,9 +96,8 @@ def setup(
             # DDP splits compiled graphs to overlap its reductions. It cannot split those with
             # FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
-    for remark in [rate_remark(config), *config.idle()]:
-        if remark:
-            accelerator.print(remark)
+    for remark in remarks(config):
+        accelerator.print(remark)
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)
         if config.lora:

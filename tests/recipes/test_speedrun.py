@@ -40,10 +40,19 @@ def test_given_settings_win_over_computed_ones():
     assert config.learning_rate == 0.5
 
 
+def test_a_resumed_run_keeps_its_schedule(data_dir, tmp_path):
+    flags = "--depth 1 --total_batch_size 64 --n_positions 32 --eval_every 0 --sample_every 0"
+    flags = [*flags.split(), "--data_dir", data_dir, "--output_dir", tmp_path]
+    run_recipe("speedrun", *flags, "--max_steps", 1, "--lr_schedule", "wsd")  # as 0.5
+    run_recipe("speedrun", *flags, "--max_steps", 2)
+    assert "lr_schedule: wsd\n" in (tmp_path / "config.yaml").read_text()
+
+
 def test_the_model_of_a_short_run_opens_in_a_pipeline(data_dir, tmp_path):
     flags = "--depth 1 --total_batch_size 64 --n_positions 32 --max_steps 2 --eval_tokens 64"
     output = tmp_path / "run"
     run_recipe("speedrun", *flags.split(), "--data_dir", data_dir, "--output_dir", output)
+    assert "lr_schedule: wsd_linear" in (output / "config.yaml").read_text()
     text = pipeline("text-generation", model=str(output))("the cat")[0]["generated_text"]
     assert text.startswith("the cat")
     assert len(text) > len("the cat")
