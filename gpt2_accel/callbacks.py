@@ -140,8 +140,10 @@ class Samples:
 
         def generate(model: LanguageModel) -> None:
             sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-            samples = complete(model, run.tokenizer, self.prompts, sampling)
-            for prompt, sample in zip(config.sample_prompts, samples, strict=True):
+            samples = complete(
+                model, run.tokenizer, self.prompts, sampling, lambda: run.stop.reason
+            )
+            for prompt, sample in zip(config.sample_prompts, samples, strict=False):  # or none
                 run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
         on_plain_model(run, generate)

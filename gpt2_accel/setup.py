@@ -47,7 +47,7 @@ from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
-from gpt2_accel.tuning import rate_remark
+from gpt2_accel.tuning import remarks
 
 CORE_ITEMS = 500  # items per task in training; nanochat has the same
 
@@ -93,8 +93,7 @@ def setup(
             # DDP splits compiled graphs to overlap its reductions. It cannot split those with
             # FlexAttention.
             torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
-    remark = rate_remark(config)
-    if remark:
+    for remark in remarks(config):
         accelerator.print(remark)
     if isinstance(plain, AnyModel):
         accelerator.print(plain.config.note)

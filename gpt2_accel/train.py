@@ -5,7 +5,6 @@ evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`,
 end of a run.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +21,7 @@ from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate, 
 from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, clip_gradients, close
 from gpt2_accel.runtime.device import seed_generators
-from gpt2_accel.runtime.signals import lasting_output
+from gpt2_accel.runtime.signals import is_first, lasting_output
 from gpt2_accel.setup import setup
 
 
@@ -66,7 +65,7 @@ def train(
     `Diverged`, a `ValueError`, if the run diverges.
     """
     if config.dry_run:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first("RANK"):
             print(estimate_run(config))
         return False
     with lasting_output():

@@ -16,6 +16,15 @@ PRETRAINED_LORA_RATE = 2e-4
 # Training tokens per parameter of a model with little to lose: compute-optimal training takes more
 # (Hoffmann et al., 2022, arXiv:2203.15556).
 FEW_TOKENS = 20
+# Settings that have no effect unless another one is set.
+NEEDS = {
+    "lora_alpha": "lora",
+    "lora_dropout": "lora",
+    "ramp_start": "ramp_tokens",
+    "hellaswag_data": "hellaswag_every",
+    "core_data": "core_every",
+    "hub_strategy": "push_to_hub",
+}
 FAR = 5  # times the rate: a given rate above that is remarked on
 
 
@@ -52,16 +61,22 @@ def pretrained_rate(config: TrainConfig) -> float:
     return PRETRAINED_LORA_RATE if config.lora else PRETRAINED_RATE
 
 
-def rate_remark(config: TrainConfig) -> str:
-    """Returns a line about a rate that a pretrained model does not survive; else an empty text."""
+def remarks(config: TrainConfig) -> list[str]:
+    """Returns lines about settings without an effect, and a rate that a pretrained model does not
+    survive."""
+    lines = [
+        f"--{name} has no effect without --{needed}"
+        for name, needed in NEEDS.items()
+        if getattr(config, name) != getattr(TrainConfig, name) and not getattr(config, needed)
+    ]
     rate = pretrained_rate(config)
     far = config.learning_rate > FAR * rate
-    if not (config.init_from and far and is_pretrained(config.init_from)):
-        return ""
-    return (
-        f"a learning rate of {config.learning_rate:g} is {config.learning_rate / rate:.0f} times "
-        f"{rate:g}, which a pretrained model survives: it may forget what it knows"
-    )
+    if config.init_from and far and is_pretrained(config.init_from):
+        lines.append(
+            f"a learning rate of {config.learning_rate:g} is {config.learning_rate / rate:.0f} "
+            f"times {rate:g}, which a pretrained model survives: it may forget what it knows"
+        )
+    return lines
 
 
 def saved_settings(config: TrainConfig) -> dict:

@@ -79,7 +79,7 @@ class Speedrun(TrainConfig):
     learning_rate: float = derived("peak learning rate; default by the depth")
     weight_decay: float = derived("weight decay; default by the depth")
     warmup_steps: int = 40
-    lr_schedule: str = "wsd"
+    lr_schedule: str = derived("default wsd_linear; a resumed run keeps its own")
     decay_share: float = 0.65
     min_lr_ratio: float = 0.05
 
@@ -142,8 +142,9 @@ def main() -> None:
         raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, process_state
+    from gpt2_accel.runtime.processes import main_process_first, on_main_process, process_state
     from gpt2_accel.train import train
+    from gpt2_accel.tuning import saved_settings
 
     vocab_size = VOCAB_SIZE
     if exists:
@@ -151,6 +152,8 @@ def main() -> None:
             open_hub(config.data_dir)
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     follow_depth(config, vocab_size, process_state().num_processes)
+    saved = on_main_process(lambda: saved_settings(config))  # of 0.5 it has wsd
+    config.derive(lr_schedule=saved.get("lr_schedule", "wsd_linear"))
     callbacks = [License()] if config.data_dir == Speedrun.data_dir else []
     train(config, callbacks=callbacks)
 

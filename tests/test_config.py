@@ -12,6 +12,7 @@ from conftest import refused
 from gpt2_accel.config import SECTIONS, TrainConfig, parse_config, setting
 from gpt2_accel.generation.sampling import Sampling
 from gpt2_accel.runtime.options import OTHER_NAMES
+from gpt2_accel.tuning import remarks
 
 
 @dataclass
@@ -172,3 +173,18 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypa
     words = " ".join(text.split())
     assert "--learning_rate X peak learning rate [0.001]" in words
     assert "--flavour TEXT a setting of this recipe [plain]" in words
+
+
+def test_a_tilde_is_the_home_folder_also_where_no_shell_expands_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "c.yaml"
+    path.write_text("data_dir: ~/a\nsample_prompts: ['~ b']\n")
+    config = parse_config(Recipe, ["--config", str(path), "--init_from=~/b"])
+    assert (config.data_dir, config.init_from) == ("/home/me/a", "/home/me/b")
+    assert config.sample_prompts == ["~ b"]
+
+
+def test_a_setting_without_an_effect_is_remarked_on():
+    line = "--lora_alpha has no effect without --lora"
+    assert remarks(TrainConfig(lora_alpha=16)) == [line]
+    assert remarks(TrainConfig(lora_alpha=16, lora=8)) == remarks(TrainConfig()) == []

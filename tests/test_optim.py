@@ -74,6 +74,7 @@ def test_the_schedules_have_known_values():
         "linear": {34: 0.775, 59: 0.55, 109: 0.1},
         "constant": {109: 1.0},
         "wsd": {87: 1.0, 98.1: 0.1 + 0.9 * (1 - 0.5**0.5), 109: 0.1},
+        "wsd_linear": {87: 1.0, 98.1: 0.55, 109: 0.1},
     }
     for schedule, values in known.items():
         for step, expected in values.items():

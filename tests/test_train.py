@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import losses, refused, run
+from conftest import assert_status, losses, refused, reset_accelerate, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -14,6 +14,7 @@ from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.loader import count_windows, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.tokenizer import char_tokenizer
+from gpt2_accel.train import train
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
 GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
@@ -103,3 +104,15 @@ def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(tiny, monkeypa
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert losses(run(tiny("run"))) == losses(eager)
     assert "no C++ compiler found" in capsys.readouterr().out
+
+
+def test_a_stop_ends_samples_between_tokens(tiny, tmp_path):
+    class Stop:
+        def on_step_end(self, run, skipped):
+            run.request_stop("test")
+
+    reset_accelerate()
+    config = tiny("run", sample_every=1, sample_tokens=10**9)
+    assert not train(config, callbacks=[Stop()])
+    assert_status(tmp_path / "run", state="stopped", reason="test")
+    assert (tmp_path / "run/samples.jsonl").read_text() == ""

@@ -4,7 +4,6 @@ A manifest has the size and SHA-256 of files: all files of a checkpoint, or the 
 `config.json` and `tokenizer.json` of a final model.
 """
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from gpt2_accel.hf import hub
 from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
 from gpt2_accel.runtime.options import load_saved
+from gpt2_accel.runtime.signals import is_first
 
 STATE = "training_state"
 CHECKPOINT_MANIFEST = f"{STATE}/manifest.json"
@@ -143,8 +143,7 @@ def verified_directory(
     path = Path(directory)
     is_checkpoint = (path / STATE).is_dir()
     manifest = CHECKPOINT_MANIFEST if is_checkpoint else hub.MODEL_MANIFEST
-    verify = verify and os.environ.get("LOCAL_RANK", "0") == "0"
-    if verify and (is_checkpoint or (path / manifest).is_file()):
+    if verify and is_first() and (is_checkpoint or (path / manifest).is_file()):
         for file, problem in changed_files(path, manifest, model_only=True):
             if is_checkpoint or file.startswith("model"):
                 raise ValueError(f"{path} is damaged: {problem}; {hint}")

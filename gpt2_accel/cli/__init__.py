@@ -20,11 +20,12 @@ def run(main: Callable[[], object]) -> None:
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
     script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
     torchrun only the first process of a machine prints its sentence; the launcher's report has the
-    error of any process. Ctrl-C ends with exit code 130, a run that a signal stopped with
+    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped with
     `signals.exit_code`.
     """
     try:
-        main()
+        with signals.lasting_output():
+            main()
     except Exception as error:
         recorded = "TORCHELASTIC_ERROR_FILE" in os.environ
         if recorded:

@@ -9,6 +9,8 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import (
+    HEAP,
+    LIBRARIES,
     Launch,
     activation_bytes,
     in_words,
@@ -56,11 +58,13 @@ def estimate_run(config: TrainConfig) -> str:
         seconds = flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices)
         times.append(f"{duration(seconds)} on {devices} x {name}")
 
-    logits = None
-    if gpu or not launch.use_cpu:
-        logits = logits_at_once(GPUS[gpus[0]].memory, precision)
-    state = state_bytes(config, model, devices if launch.is_fsdp2 else 1)
-    memory = state | {"activations": activation_bytes(config, shape, precision, size, logits)}
+    on_cpu = launch.use_cpu and not gpu
+    logits = None if on_cpu else logits_at_once(GPUS[gpus[0]].memory, precision)
+    state = state_bytes(config, model, devices if launch.is_fsdp2 else 1, on_cpu)
+    activations = activation_bytes(config, shape, precision, size, logits)
+    memory = state | {"activations": activations}
+    if on_cpu:
+        memory |= {"activations": int(HEAP * activations), "libraries": LIBRARIES}
     needed = sum(memory.values())
 
     used = f"; a token uses {shape.matmul_parameters:,}" if shape.experts_per_token else ""

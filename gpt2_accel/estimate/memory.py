@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +31,8 @@ from gpt2_accel.runtime.device import (
 from gpt2_accel.runtime.files import readable_size
 
 FREE = 0.9  # share of the free memory that an estimate may fill
+LIBRARIES = 600_000_000  # resident bytes of a process on a CPU before it has a model
+HEAP = 1.25  # allocated bytes / bytes of activations on a CPU: blocks of several sizes leave gaps
 MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocations vary by update
 
 
@@ -43,9 +46,11 @@ class Launch:
     use_cpu: bool
 
 
-def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> dict[str, int]:
+def state_bytes(
+    config: TrainConfig, model: LanguageModel, shards: int = 1, on_cpu: bool = False
+) -> dict[str, int]:
     """Returns the bytes per device of a model by part: frozen weights, trained weights or the
-    adapter, gradients, and optimizer state.
+    adapter, gradients, optimizer state, and on a CPU the copies from which a checkpoint is written.
 
     FSDP2 shards the model over `shards` processes. Replicas of a sharded model are not considered.
 
@@ -65,6 +70,7 @@ def state_bytes(config: TrainConfig, model: LanguageModel, shards: int = 1) -> d
         "adapter" if config.lora else "weights": trained,
         "gradients": trained,
         "optimizer": moments,
+        "checkpoint": (trained + moments) * on_cpu,
     }
 
 
@@ -128,10 +134,12 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
     """Returns the bytes that autograd saves for (batch, length) tokens, without the parameters,
     measured on fake tensors.
 
-    Classes of `transformers` that fake tensors cannot run, such as mixtures of experts, are
-    estimated: 34 bytes per layer, token and channel in half precision, without attention scores
-    (Korthikanti et al., 2022, arXiv:2205.05198, equation 2).
+    The rare classes of `transformers` that fake tensors cannot run, such as JetMoE, are estimated:
+    34 bytes per layer, token and channel in half precision, without attention scores (Korthikanti
+    et al., 2022, arXiv:2205.05198, equation 2), times the experts of a token.
     """
+    from transformers.integrations import moe
+
     seen: dict[int, torch.UntypedStorage] = {}  # kept alive: ids are not reused
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +148,9 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
         return tensor
 
     dtype = AUTOCAST_DTYPES.get(precision)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    # torch's grouped_mm takes fake tensors in bf16 only; the other operator saves the same.
+    other = patch.object(moe, "_can_use_grouped_mm", lambda *_: False, create=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), other:
         model = shape.build()
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -151,7 +161,8 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
                 model(tokens, tokens)
         except RuntimeError:
             per_value = 34 if dtype is not None else 68
-            return per_value * shape.n_layer * batch * length * shape.n_embd
+            values = shape.n_layer * batch * length * shape.n_embd * (shape.experts_per_token or 1)
+            return per_value * values
         for parameter in model.parameters():
             seen.pop(parameter.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in seen.values())
@@ -180,14 +191,16 @@ def fitting_batch_size(
     plain = unwrap(accelerator, model)
     length = config.tokens_per_sequence
     shards = processes if accelerator.is_fsdp2 else 1
-    state = state_bytes(config, plain, shards)
+    on_cpu = device.type == "cpu"
+    state = state_bytes(config, plain, shards, on_cpu)
 
-    def needed(size: int) -> int:
+    def needed(size: int) -> float:
         at_once = kernels.choices.logits_at_once
         activations = activation_bytes(
             config, plain.config, accelerator.mixed_precision, size, at_once
         )
-        return state["gradients"] + state["optimizer"] + activations  # the weights are in memory
+        new = state["gradients"] + state["optimizer"] + state["checkpoint"]  # beside the weights
+        return new + activations * (HEAP if on_cpu else 1)
 
     per_device = config.batch_schedule(processes).full // processes
     sizes = [size for size in range(1, per_device + 1) if per_device % size == 0]

@@ -4,7 +4,7 @@ An item has a `prompt` (a text or a list of messages), an `answer`, and optional
 model's chat template renders the prompt, and the answer is generated greedily.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
+from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
@@ -60,24 +61,40 @@ class ChatAnswers:
         self.notes = [f"chat: {len(items):,} items"]
 
     @torch.no_grad()
-    def __call__(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
+    def __call__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float]:
         """Returns `chat/exact_match`, which ignores spaces at both ends, and `chat/stop_rate`, the
         share of answers that end by themselves, with standard errors; also
         `chat/exact_match_GROUP` of each group.
 
         All ranks call it; each generates some of the batches of `BATCH_SIZE` questions of similar
-        length.
+        length. The result is empty if `interrupted`, which several ranks call before each round of
+        batches, and one after each token.
         """
         plain = unwrap(accelerator, model)
         starts = range(0, len(self.questions), BATCH_SIZE)
         batches = [self.questions[start : start + BATCH_SIZE] for start in starts]
-        own = batches[accelerator.process_index :: accelerator.num_processes]
+        ranks = accelerator.num_processes
+        own = batches[accelerator.process_index :: ranks]
+        rounds = range(ceil_div(len(batches), ranks))
+        between = interrupted if ranks == 1 else lambda: False
         found: list[Answered] = []
-        for batch in progress(own, "answering", len(own), shown=accelerator.is_main_process):
+        for number in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
+            if interrupted():
+                return {}
+            if number == len(own):  # the last batches are those of other ranks
+                break
+            batch = own[number]
             room = self.n_positions - batch[-1].tokens
             sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
             prompts = [question.prompt for question in batch]
-            answers = complete(plain, self.tokenizer, prompts, sampling)
+            answers = complete(plain, self.tokenizer, prompts, sampling, between)
+            if not answers:
+                return {}
             for question, answer in zip(batch, answers, strict=True):
                 found.append(Answered(question.group, question.answer, answer.text, answer.ended))
         return chat_scores(gather_object(found))

@@ -3,8 +3,7 @@
 `load` loads a model and its tokenizer. `kv_cache.py` has the forward of one token.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,14 +105,19 @@ def complete(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling,
+    interrupted: Callable[[], object] = lambda: False,
 ) -> list[Completion]:
     """Returns `sampling.num_samples` continuations of each prompt, in order.
 
-    An empty prompt starts a new text. Raises `ValueError` for a prompt that cannot be encoded, and
-    for logits that are not finite.
+    An empty prompt starts a new text. `interrupted` is called after each token; if it is true, the
+    result is empty. Raises `ValueError` for a prompt that cannot be encoded, and for logits that
+    are not finite.
     """
-    written = stream(model, tokenizer, prompts, sampling)
-    return deque(written, maxlen=1).pop() if prompts else []
+    completions: list[Completion] = []
+    for completions in stream(model, tokenizer, prompts, sampling) if prompts else ():
+        if interrupted():
+            return []
+    return completions
 
 
 def stream(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpt2_accel.config import TrainConfig
 
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
+SCHEDULES = ("cosine", "linear", "wsd", "wsd_linear", "constant")
 
 
 def learning_rate(settings: "TrainConfig", step: float) -> float:
@@ -34,6 +34,7 @@ def learning_rate(settings: "TrainConfig", step: float) -> float:
       `max_steps`;
     - `wsd`: warmup, stable, decay (Hägele et al., 2024, arXiv:2405.18392): the peak, then their
       1 - sqrt decay over the last `decay_share` of all steps;
+    - `wsd_linear`: the same with a linear decay, as in nanochat;
     - `constant`.
     """
     peak = settings.learning_rate
@@ -48,6 +49,7 @@ def learning_rate(settings: "TrainConfig", step: float) -> float:
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
         "linear": 1 - progress,
         "wsd": 1 - math.sqrt(decayed),
+        "wsd_linear": 1 - decayed,
         "constant": 1.0,
     }[settings.lr_schedule]
     lowest = settings.min_lr_ratio

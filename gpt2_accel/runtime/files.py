@@ -164,8 +164,15 @@ def remove(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Syncs a folder and everything below it to disk."""
+    """Syncs a folder and everything below it to disk.
+
+    Gives files the mode of the umask, as the folder has: safetensors writes for the owner only.
+    """
+    mode = folder.stat().st_mode & 0o666
     for path in (folder, *folder.rglob("*")):
+        if path.is_file():
+            with suppress(OSError):  # mounted buckets have no modes
+                path.chmod(mode)
         sync(path)
 
 

@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -89,6 +90,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
+        for kind in (None, str):  # a shell leaves the ~ of --data_dir=~/mine
+            self.register("type", kind, expanduser)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses the words for this parser or the parser of a sub-command.
@@ -118,7 +121,7 @@ def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
         int: (integer, "N"),
         float: (float, "X"),
     }
-    return kinds.get((get_args(hint) or (hint,))[0], (str, "TEXT"))  # int of int | None
+    return kinds.get((get_args(hint) or (hint,))[0], (expanduser, "TEXT"))  # int of int | None
 
 
 def integer(text: str) -> int:

@@ -16,6 +16,7 @@ from torch.distributed import DistError
 from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.runtime.device import end_of_work
 from gpt2_accel.runtime.files import sentence
+from gpt2_accel.runtime.signals import launched
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)
@@ -31,10 +32,20 @@ def process_state() -> PartialState:
     """Returns Accelerate's `PartialState`, for a recipe's work before training.
 
     `PartialState()` without arguments does not see the processes of a CPU launch. Raises
-    `ValueError` if Accelerate does not see all started processes: each would train alone.
+    `ValueError` if Accelerate does not see all started processes: each would train alone. Also for
+    variables of a launch, such as `LOCAL_RANK`, that are set without one.
     """
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    names = [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE", "PMI_SIZE"))]
     started = os.environ.get("WORLD_SIZE", "1")
+    try:
+        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    except Exception as error:  # the libraries raise several types
+        if launched():
+            raise
+        raise ValueError(
+            f"no launcher started this process, but {', '.join(names)} in the environment asks for "
+            f"several: unset it, or take accelerate launch ({sentence(error)})"
+        ) from error
     if started != str(state.num_processes):
         raise ValueError(
             f"WORLD_SIZE is {started}, but Accelerate has num_processes {state.num_processes}: "

@@ -111,6 +111,14 @@ def launched() -> bool:
     return not LAUNCHERS.isdisjoint(os.environ)
 
 
+def is_first(variable: str = "LOCAL_RANK") -> bool:
+    """Whether this is the first process of its machine, or by `RANK` of its launch.
+
+    Without a launcher the variable is from elsewhere, and does not count.
+    """
+    return not launched() or os.environ.get(variable, "0") == "0"
+
+
 def die_with_launcher() -> None:
     """On Linux, ends this process (SIGTERM) when its launcher or the study that started it dies.
 
@@ -129,7 +137,10 @@ def end_with_parent(number: signal.Signals) -> None:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Ignores a closed stdout or stderr, in the block and at the end of the process."""
+    """Ignores a closed stdout or stderr, in the block and at the end of the process.
+
+    Other errors, such as a full disk, are printed once.
+    """
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nowhere:
         lasting = [LastingStream(stream or nowhere) for stream in before]
@@ -138,7 +149,7 @@ def lasting_output() -> Iterator[None]:
             yield
         finally:
             for stream in lasting:
-                stream.flush()
+                stream.flush(last=True)
             sys.stdout, sys.stderr = before
 
 
@@ -150,6 +161,7 @@ class LastingStream:
 
     def __init__(self, stream: Any):
         self._stream = stream
+        self._reported = False
         with suppress(AttributeError, OSError):
             stream.reconfigure(errors="backslashreplace")  # a terminal may not be UTF-8
 
@@ -161,15 +173,20 @@ class LastingStream:
         self._try(self._stream.write, text)
         return len(text)
 
-    def flush(self) -> None:
-        """Writes the buffered text."""
-        self._try(self._stream.flush)
+    def flush(self, last: bool = False) -> None:
+        """Writes the buffered text; the `last` time drops what cannot be written."""
+        self._try(self._stream.flush, last=last)
 
-    def _try(self, action: Callable, *arguments: str) -> None:
+    def _try(self, action: Callable, *arguments: str, last: bool = False) -> None:
         try:
             action(*arguments)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.EIO):
+                last = True
+            elif not self._reported:
+                self._reported = True
+                print(f"output cannot be written: {error.strerror}", file=sys.stderr)
+            if last:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._stream.fileno())
                 os.close(null)

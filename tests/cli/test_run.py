@@ -1,6 +1,8 @@
 """Errors of recipes: a sentence for a user's mistake, a traceback for a bug, by one process."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -94,3 +96,22 @@ def test_unrequested_training_on_the_cpu_is_printed(config, gpu, words, monkeypa
     out = capsys.readouterr().out
     assert words in out
     assert bool(out) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [
+        (">/dev/full", "output cannot be written: No space left on device\n"),
+        ("| head -c 1 >/dev/null", ""),
+        (">&-", ""),
+        (">/dev/full 2>&1", ""),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_ends_no_command(into, said, unbuffered, tmp_path):
+    code = "from gpt2_accel import cli\ndef main():\n  print('\u20ac' * 10**5)\n  print('end')\n"
+    (tmp_path / "x.py").write_text(f"{code}cli.run(main)")
+    command = f"set -o pipefail; {sys.executable} x.py {into}"
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True)
+    assert (done.returncode, done.stderr.decode()) == (0, said)

@@ -86,6 +86,7 @@ def test_the_planned_state_is_that_of_a_run(lora, dtype, tiny, tmp_path, monkeyp
     train(config, callbacks=[Measure()])
     state = state_bytes(config, planned_model(config, model_shape(config, 257)))
     assert state.pop("gradients") == state[trained]
+    assert state.pop("checkpoint") == 0
     assert state == measured
     assert ("adapter " in estimate_run(replace(config, dry_run=["cpu"]))) is bool(lora)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": 0}))

@@ -27,7 +27,7 @@ def tokenizer(chat_base):
 def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, tokenizer, monkeypatch):
     texts = {"a": " yes\n", "b": "Yes", "c": "yes", "d": "yes", "e": "yes, yes"}
 
-    def answered(model, tokenizer, prompts, sampling):
+    def answered(model, tokenizer, prompts, sampling, interrupted):
         completions = []
         for prompt in prompts:
             name = prompt[-1]["content"][0]
@@ -56,11 +56,20 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
 
     monkeypatch.setattr(chat, "gather_object", lambda part: parts.extend(part) or parts)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
+    polls = []
     for rank in range(2):
         monkeypatch.setattr(Accelerator, "process_index", rank)
-        again = task(accelerator, GPT(SHAPE))
+        again = task(accelerator, GPT(SHAPE), lambda: bool(polls.append(rank)))
     assert again == results
     assert len(parts) == 5
+    assert polls == [0, 0, 1, 1]  # as often on both, also where the second has no batch
+
+
+@pytest.mark.parametrize("stop", [1, 4])  # before the batch, and after its third token
+def test_a_stop_ends_the_answers_between_tokens(stop, accelerator, tokenizer):
+    task = build_chat([{"prompt": "Why?", "answer": "x"}], tokenizer)
+    polls = iter(range(1, stop + 1))
+    assert task(accelerator, GPT(SHAPE), lambda: next(polls) == stop) == {}
 
 
 def test_empty_answers_that_end_are_exact(accelerator, tokenizer):

@@ -1,7 +1,7 @@
 """The speedrun recipe: its arithmetic, and a short run that opens in a pipeline."""
 
 import pytest
-from conftest import load_recipe
+from conftest import load_recipe, run_recipe
 
 from gpt2_accel.models import config_class
 
@@ -37,3 +37,11 @@ def test_given_settings_win_over_computed_ones():
     assert config.total_batch_size == 8192
     assert config.max_steps == 3
     assert config.learning_rate == 0.5
+
+
+def test_a_resumed_run_keeps_its_schedule(data_dir, tmp_path):
+    flags = "--depth 1 --total_batch_size 64 --n_positions 32 --eval_every 0 --sample_every 0"
+    flags = [*flags.split(), "--data_dir", data_dir, "--output_dir", tmp_path]
+    run_recipe("speedrun", *flags, "--max_steps", 1, "--lr_schedule", "wsd")  # as 0.5
+    run_recipe("speedrun", *flags, "--max_steps", 2)
+    assert "lr_schedule: wsd\n" in (tmp_path / "config.yaml").read_text()

@@ -1,11 +1,14 @@
 """Processes agree on one checkpoint and one run id, and all end if one fails."""
 
+import os
 import time
 
-from conftest import as_flags, assert_status, metrics, tiny_config
+import pytest
+from conftest import as_flags, assert_status, metrics, refused, reset_accelerate, tiny_config
 from launching import launch
 
 from gpt2_accel.runtime.files import lock_folder
+from gpt2_accel.runtime.processes import process_state
 
 
 def test_resume_refuses_a_checkpoint_that_only_the_main_process_sees(data_dir, tmp_path):
@@ -68,3 +71,12 @@ def test_if_one_process_fails_before_training_all_end_with_its_error(data_dir, t
     assert sentences, done.stderr
     assert all("in use by" in line for line in sentences), done.stderr
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_a_variable_of_a_launch_that_is_left_in_the_environment_is_named(name, monkeypatch):
+    variables = {"ACCELERATE_USE_CPU": "true", name: "2"}
+    monkeypatch.setattr(os, "environ", variables)  # Accelerate adds others
+    reset_accelerate()
+    with refused(f"but {name} in the environment"):
+        process_state()

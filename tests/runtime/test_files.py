@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_json, refused
+from conftest import read_json, refused, run
 from safetensors.torch import save_file
 
 from gpt2_accel.runtime.files import (
@@ -178,3 +178,16 @@ def hold(folder, held):
     with lock_folder(folder):
         held.set()
         time.sleep(1)
+
+
+def test_the_umask_decides_the_mode_of_all_files_of_a_run(tiny, tmp_path):
+    before = os.umask(0o027)
+    try:
+        run(tiny("run", max_steps=1))
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*.*") if path.is_file() and path.name != ".lock"]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {
+        path.name: 0o640 for path in files
+    }
+    assert {"model.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
