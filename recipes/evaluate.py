@@ -30,11 +30,7 @@ from gpt2_accel.checkpoint.find import (
     verified_directory,
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
-<<<<<<< HEAD
-=======
 from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
-from gpt2_accel.evals import Evaluation
->>>>>>> course
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag

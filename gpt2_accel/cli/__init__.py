@@ -20,8 +20,8 @@ def run(main: Callable[[], object]) -> None:
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
     script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
     torchrun only the first process of a machine prints its sentence; the launcher's report has the
-    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped with
-    `signals.exit_code`.
+    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code
+    130, a run that a signal stopped with `signals.exit_code`.
     """
     try:
         with signals.lasting_output():

@@ -114,7 +114,8 @@ def complete(
     are not finite.
     """
     completions: list[Completion] = []
-    for completions in stream(model, tokenizer, prompts, sampling) if prompts else ():
+    for newest in stream(model, tokenizer, prompts, sampling) if prompts else ():
+        completions = newest
         if interrupted():
             return []
     return completions
