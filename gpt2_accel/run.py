@@ -159,9 +159,9 @@ class Run:
                 val_loss=saved["val_loss"],
                 best=saved["best"],
                 waited=saved["waited"],
-                changes=saved.get("changes", []) + list(self.changes.values()),
+                changes=saved["changes"] + list(self.changes.values()),
             )
-            self.guard.recent = saved.get("recent", self.guard.recent)
+            self.guard.recent = saved["recent"]
             seen = tokens // config.tokens_per_sequence
             self.schedule = config.batch_schedule(self.accelerator.num_processes, self.step, seen)
         self.training_state.load_optimizer(checkpoint, saved)

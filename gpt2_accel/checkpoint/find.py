@@ -13,7 +13,6 @@ from pathlib import Path
 
 from gpt2_accel.hf import hub
 from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
-from gpt2_accel.runtime.options import load_saved
 from gpt2_accel.runtime.signals import is_first
 
 STATE = "training_state"
@@ -34,8 +33,8 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
     `latest` is the newest intact checkpoint of `run_dir`; damaged ones are skipped and reported. A
     Hub id names the checkpoint that a run with `--hub_strategy checkpoint` pushed.
 
-    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or of
-    release 0.1 or if `latest` finds only damaged ones, and `FileExistsError` if the run would
+    Raises `FileNotFoundError` if the path is not a checkpoint, `ValueError` if it is damaged or too
+    old or if `latest` finds only damaged ones, and `FileExistsError` if the run would
     overwrite a model or another run's checkpoints.
     """
     run_dir = Path(run_dir)
@@ -56,7 +55,7 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
                 "continue it with --resume_from latest, or choose another --output_dir"
             )
     if path is not None:
-        read_state(path)  # raises for release 0.1
+        read_state(path)  # raises for older releases
     return path
 
 
@@ -213,15 +212,16 @@ def file_entry(path: Path) -> dict:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's `state.json`, and converts a file of an older release.
+    """Reads a checkpoint's `state.json`. The entries of `position` are also at the top level.
 
-    The entries of `position` are also at the top level. Raises `ValueError` if it is damaged.
+    Raises `ValueError` if it is damaged, or older than release 0.5.
     """
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
         state = parse_json(path.read_text(encoding="utf-8"))
-        if isinstance(state, dict) and state.keys() >= {"step", "optimizer", "data", "position"}:
-            if "settings" not in state:
-                state["settings"] = load_saved(checkpoint.parent / "config.yaml")
-            return state | state.get("guard", {}) | state["position"]
-    raise ValueError(f"{path} is damaged or of release 0.1: resume from another checkpoint")
+        if isinstance(state, dict) and state.keys() >= {"step", "recent", "settings", "position"}:
+            return state | state["position"]
+    raise ValueError(
+        f"{path} is damaged, or older than release 0.5, which can resume it: resume from another "
+        "checkpoint, or start from its weights by --init_from"
+    )

@@ -245,10 +245,10 @@ class TrainingState:
                 f"{checkpoint} was trained with {saved['optimizer']}, not {self.name}: "
                 "resume with the --optimizer of the first run"
             )
-        values = saved.get("optimizer_values", {})
+        values = saved["optimizer_values"]
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        states = read_states(checkpoint, "optimizer", values.get("state", {}))
+        states = read_states(checkpoint, "optimizer", values["state"])
         absent = states.keys() - self.parameters.keys()
         if absent:
             raise ValueError(
@@ -262,7 +262,7 @@ class TrainingState:
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
                 self.optimizer.state[parameter][key] = value
-        changed = values.get("groups", [])
+        changed = values["groups"]
         groups = self.optimizer.param_groups
         if changed and len(changed) != len(groups):
             raise ValueError(
@@ -281,7 +281,7 @@ class TrainingState:
         `saved` is the checkpoint's `state.json`. Raises `ValueError` for the state of a callback
         that is absent, unless `ignore_missing`.
         """
-        states = read_states(checkpoint, "callbacks", saved.get("callbacks", {}))
+        states = read_states(checkpoint, "callbacks", saved["callbacks"])
         absent = states.keys() - self.callbacks.keys()
         if absent and not ignore_missing:
             raise ValueError(

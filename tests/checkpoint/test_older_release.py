@@ -1,4 +1,4 @@
-"""A checkpoint of release 0.3 resumes with the same losses.
+"""A checkpoint of release 0.5 resumes with the same losses.
 
 `fixtures/README.md` says how they were made.
 """
@@ -24,9 +24,9 @@ SAME_ON_EVERY_CPU = {
 }
 
 
-def test_a_checkpoint_of_release_0_3_resumes_with_the_same_losses(data_dir, tmp_path):
-    made = read_json(FIXTURES / "checkpoint-0.3.json")
-    shutil.copytree(FIXTURES / "checkpoint-0.3", tmp_path / "old/checkpoint-4")
+def test_a_checkpoint_of_release_0_5_resumes_with_the_same_losses(data_dir, tmp_path):
+    made = read_json(FIXTURES / "checkpoint-0.5.json")
+    shutil.copytree(FIXTURES / "checkpoint-0.5", tmp_path / "old/checkpoint-4")
     settings = made["flags"].split()
     flags = f"--data_dir {data_dir} --output_dir {tmp_path}/run"
     flags += f" --resume_from {tmp_path}/old/checkpoint-4"
