@@ -20,21 +20,20 @@ def run(main: Callable[[], object]) -> None:
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
     script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
     torchrun only the first process of a machine prints its sentence; the launcher's report has the
-    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped with
-    `signals.exit_code`.
+    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code
+    130, a run that a signal stopped with `signals.exit_code`.
     """
     try:
         with signals.lasting_output():
             main()
     except Exception as error:
-        recorded = "TORCHELASTIC_ERROR_FILE" in os.environ
-        if recorded:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)  # the launcher's report ends with the first
         if not is_mistake(error):
             raise
-        if recorded and os.environ["LOCAL_RANK"] != "0":
+        if not signals.is_first():
             sys.exit(1)
         sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:

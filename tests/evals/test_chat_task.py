@@ -59,7 +59,7 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
     polls = []
     for rank in range(2):
         monkeypatch.setattr(Accelerator, "process_index", rank)
-        again = task(accelerator, GPT(SHAPE), lambda: bool(polls.append(rank)))
+        again = task(accelerator, GPT(SHAPE), lambda rank=rank: bool(polls.append(rank)))
     assert again == results
     assert len(parts) == 5
     assert polls == [0, 0, 1, 1]  # as often on both, also where the second has no batch
