@@ -140,9 +140,7 @@ class TrainConfig:
     lr_schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}, after the warmup")
     warmup_steps: int = setting(715, "updates of linear warmup")
     min_lr_ratio: float = setting(0.1, "last learning rate / peak")
-    decay_share: float = setting(
-        0.2, "share of the updates, at the end, in which wsd and wsd_linear decay"
-    )
+    decay_share: float = setting(0.2, "share of the updates, at the end, in which wsd decays")
 
     eval_tokens: int = setting(10_485_760, "validation tokens per evaluation, at most")
     hellaswag_every: int = setting(0, "HellaSwag interval, in updates; 0 for none")

@@ -20,10 +20,8 @@ FEW_TOKENS = 20
 NEEDS = {
     "lora_alpha": "lora",
     "lora_dropout": "lora",
-    "ramp_start": "ramp_tokens",
     "hellaswag_data": "hellaswag_every",
     "core_data": "core_every",
-    "hub_strategy": "push_to_hub",
 }
 FAR = 5  # times the rate: a given rate above that is remarked on
 

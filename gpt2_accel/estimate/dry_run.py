@@ -53,10 +53,8 @@ def estimate_run(config: TrainConfig) -> str:
     flops = tokens * flops_per_token(shape, config.tokens_per_row)
 
     gpus = [gpu] if gpu else DEVICES
-    times = []
-    for name in gpus:
-        seconds = flops / (GPUS[name].peak_flops * TYPICAL_MFU * devices)
-        times.append(f"{duration(seconds)} on {devices} x {name}")
+    each = flops / TYPICAL_MFU / devices
+    times = [f"{duration(each / GPUS[name].peak_flops)} on {devices} x {name}" for name in gpus]
 
     on_cpu = launch.use_cpu and not gpu
     logits = None if on_cpu else logits_at_once(GPUS[gpus[0]].memory, precision)
@@ -79,8 +77,7 @@ def estimate_run(config: TrainConfig) -> str:
         f"micro-batch {size} x {config.tokens_per_sequence}, before compilation",
         f"time          {', '.join(times)}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]
-    if config.lora:
-        assert isinstance(model, AnyModel)
+    if config.lora and isinstance(model, AnyModel):
         lines.append(describe_lora(model))
     if note:
         lines.append(note)

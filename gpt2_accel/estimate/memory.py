@@ -31,8 +31,8 @@ from gpt2_accel.runtime.device import (
 from gpt2_accel.runtime.files import readable_size
 
 FREE = 0.9  # share of the free memory that an estimate may fill
-LIBRARIES = 600_000_000  # resident bytes of a process on a CPU before it has a model
-HEAP = 1.25  # allocated bytes / bytes of activations on a CPU: blocks of several sizes leave gaps
+LIBRARIES = 550_000_000  # resident bytes of a process on a CPU before it has a model
+HEAP = 1.15  # allocated bytes / bytes of activations on a CPU: blocks of several sizes leave gaps
 MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocations vary by update
 
 
@@ -63,8 +63,7 @@ def state_bytes(
     moments = 2 * trained
     if config.optimizer == "muon":
         for _, matrix in hidden_matrices(model):
-            if matrix.requires_grad:
-                moments -= matrix.nbytes // shards
+            moments -= matrix.nbytes // shards * matrix.requires_grad
     return {
         f"frozen {config.dtype} weights": sizes[False],
         "adapter" if config.lora else "weights": trained,
@@ -125,7 +124,7 @@ def activation_bytes(
         saved += saved // 2
     logits = tokens * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
-        return saved + logits * (4 if width == 4 else 4 + 2)
+        return saved + logits * (8 - width)  # in half precision also a copy in fp32
     weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
     return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
 
@@ -195,10 +194,8 @@ def fitting_batch_size(
     state = state_bytes(config, plain, shards, on_cpu)
 
     def needed(size: int) -> float:
-        at_once = kernels.choices.logits_at_once
-        activations = activation_bytes(
-            config, plain.config, accelerator.mixed_precision, size, at_once
-        )
+        precision, at_once = accelerator.mixed_precision, kernels.choices.logits_at_once
+        activations = activation_bytes(config, plain.config, precision, size, at_once)
         new = state["gradients"] + state["optimizer"] + state["checkpoint"]  # beside the weights
         return new + activations * (HEAP if on_cpu else 1)
 
@@ -208,13 +205,13 @@ def fitting_batch_size(
     if device.type != "cuda":
         free //= processes  # the processes share the machine's memory
     fitting = sizes[: bisect_left(sizes, FREE * free, key=needed)]
-    best = fitting[-1] if fitting else 0
     if reports_out_of_memory(device) and not accelerator.is_fsdp2:
-        best = 0
-        for size in reversed(fitting or sizes[:1]):
-            if trial_fits(accelerator, model, objective, (size, length), packed):
-                best = size
+        fitting = fitting or sizes[:1]
+        while fitting:
+            if trial_fits(accelerator, model, objective, (fitting[-1], length), packed):
                 break
+            fitting.pop()
+    best = fitting[-1] if fitting else 0
     best = int(accelerator.gather(torch.tensor([best], device=device)).min())
     if not best:
         raise ValueError(

@@ -15,24 +15,13 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.metrics import combine
-from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt
+from gpt2_accel.generation.sampling import Completion, Prompt, Sampling, complete, encode_prompt
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 256  # the longest answer
 BATCH_SIZE = 64  # answers that are generated at once
-
-
-class Answered(NamedTuple):
-    """A generated answer: the question's group, the expected answer, the text, and how it ended
-    (see `Completion`)."""
-
-    group: str
-    expected: str
-    text: str
-    ended: str | None
 
 
 class ChatQuestion(NamedTuple):
@@ -79,37 +68,36 @@ class ChatAnswers:
         starts = range(0, len(self.questions), BATCH_SIZE)
         batches = [self.questions[start : start + BATCH_SIZE] for start in starts]
         ranks = accelerator.num_processes
-        own = batches[accelerator.process_index :: ranks]
-        rounds = range(ceil_div(len(batches), ranks))
+        rounds = range(0, len(batches), ranks)
         between = interrupted if ranks == 1 else lambda: False
-        found: list[Answered] = []
-        for number in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
+        found: list[tuple[ChatQuestion, Completion]] = []
+        for first in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
             if interrupted():
                 return {}
-            if number == len(own):  # the last batches are those of other ranks
+            number = first + accelerator.process_index
+            if number >= len(batches):  # the last batches are those of other ranks
                 break
-            batch = own[number]
+            batch = batches[number]
             room = self.n_positions - batch[-1].tokens
-            sampling = Sampling(max_new_tokens=min(MAX_NEW_TOKENS, room), temperature=0)
+            sampling = Sampling(min(MAX_NEW_TOKENS, room), temperature=0)
             prompts = [question.prompt for question in batch]
             answers = complete(plain, self.tokenizer, prompts, sampling, between)
             if not answers:
                 return {}
-            for question, answer in zip(batch, answers, strict=True):
-                found.append(Answered(question.group, question.answer, answer.text, answer.ended))
+            found += zip(batch, answers, strict=True)
         return chat_scores(gather_object(found))
 
 
-def chat_scores(found: Sequence[Answered]) -> dict[str, float]:
+def chat_scores(found: Sequence[tuple[ChatQuestion, Completion]]) -> dict[str, float]:
     """Returns the results of `ChatAnswers` for all answers. All ranks call it."""
     pairs: dict[str, list[tuple]] = {
-        "exact_match": [(answer.text, answer.expected) for answer in found],
-        "stop_rate": [(answer.ended, "end_of_text") for answer in found],
+        "exact_match": [(given.text, question.answer) for question, given in found],
+        "stop_rate": [(given.ended, "end_of_text") for _, given in found],
     }
-    for answer in sorted(found, key=lambda answer: answer.group):
-        if answer.group:
-            name = f"exact_match_{answer.group}"
-            pairs.setdefault(name, []).append((answer.text, answer.expected))
+    for question, given in sorted(found, key=lambda pair: pair[0].group):
+        if question.group:
+            name = f"exact_match_{question.group}"
+            pairs.setdefault(name, []).append((given.text, question.answer))
     parts = {}
     for name, both in pairs.items():
         predictions, references = zip(*both, strict=True)

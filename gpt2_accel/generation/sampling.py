@@ -113,12 +113,12 @@ def complete(
     result is empty. Raises `ValueError` for a prompt that cannot be encoded, and for logits that
     are not finite.
     """
-    completions: list[Completion] = []
-    for newest in stream(model, tokenizer, prompts, sampling) if prompts else ():
-        completions = newest
+    written: list[Completion] = []
+    for completions in stream(model, tokenizer, prompts, sampling) if prompts else ():
         if interrupted():
             return []
-    return completions
+        written = completions
+    return written
 
 
 def stream(

@@ -100,8 +100,8 @@ class Parser(argparse.ArgumentParser):
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            named = [action.option_strings[0] for action in self._actions if action.option_strings]
-            hint = suggestion(unknown[0], [name.removeprefix("--") for name in named])
+            names = [name.removeprefix("--") for name in self._option_string_actions]
+            hint = suggestion(unknown[0], names)
             raise ValueError(f"unknown option {unknown[0]}{hint}")
         return found, unknown
 

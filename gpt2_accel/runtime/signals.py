@@ -187,6 +187,5 @@ class LastingStream:
                 self._reported = True
                 print(f"output cannot be written: {error.strerror}", file=sys.stderr)
             if last:
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self._stream.fileno())
-                os.close(null)
+                with open(os.devnull, "w") as null:
+                    os.dup2(null.fileno(), self._stream.fileno())
