@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DynamoBackend
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -113,7 +112,7 @@ class Preferences:
         reference.
         """
         accelerator = run.accelerator
-        self.trim = accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
+        self.trim = accelerator.state.dynamo_plugin.backend.value.lower() == "no"
         if not run.step:
             precision = accelerator.mixed_precision
             # Another name than in 0.5, which rounded them to bf16.

@@ -175,7 +175,8 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
         "sample_every": 0,
         "save_every": 0,
     }
-    if changes.get("init_from"):  # the loaded model has its own sizes
+    # A loaded model, or config.json, has its own sizes.
+    if changes.get("init_from") or "/" in changes.get("architecture", ""):
         del settings["n_layer"], settings["n_head"], settings["n_embd"]
     return TrainConfig(**settings | changes)
 

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "gpt2_accel"
 # The rooms from the bottom up: a module imports its own room and those of earlier lines.
 ROOMS = """
     rounding runtime.cores runtime.device runtime.files runtime.recipe_command
-    runtime.options runtime.progress tokenizer
+    runtime.options runtime.progress runtime.signals tokenizer
     optim
     config data
     kernels

@@ -27,13 +27,14 @@ def run(main: Callable[[], object]) -> None:
         with signals.lasting_output():
             main()
     except Exception as error:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        recorded = "TORCHELASTIC_ERROR_FILE" in os.environ
+        if recorded:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)  # the launcher's report ends with the first
         if not is_mistake(error):
             raise
-        if not signals.is_first():
+        if recorded and not signals.is_first():
             sys.exit(1)
         sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:

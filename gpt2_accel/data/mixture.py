@@ -38,12 +38,14 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
-    splits = {}
+    splits: dict[str, dict[str, Any]] = {}
     for name in newest["splits"]:
         entries = [m["splits"][name] for m in manifests.values() if name in m["splits"]]
         if len(entries) == len(manifests):
-            tokens = sum(entry["tokens"] for entry in entries)
-            splits[name] = {"tokens": tokens, "documents": None, "bytes": None, "shards": []}
+            splits[name] = {"shards": []}
+            for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
+                counts = [entry[count] for entry in entries]
+                splits[name][count] = None if None in counts else sum(counts)
     manifest: dict[str, Any] = {"format": MANIFEST_FORMAT}
     for name in ("version", "tokenizer", "dtype", "sequence_length"):
         manifest[name] = newest.get(name)

@@ -4,7 +4,7 @@
 |-----------------------|-----------------------------------|-------------------------------------|
 | nanoGPT               | `train.bin`, `val.bin`            | uint16 ids                          |
 | llm.c, modded-nanogpt | `fineweb_train_000001.bin`        | 256 int32 (magic, version, tokens), |
-|                       |                                   | then uint16 ids                     |
+|                       |                                   | then the ids: `HEADERS`             |
 | datatrove             | `00000_00000_doc_shuffled.ds` and | uint16 or uint32 ids; two lines:    |
 |                       | `….ds.metadata`                   | `TOKENIZER|BYTES PER ID`, tokens    |
 
@@ -26,7 +26,12 @@ from gpt2_accel.data.sources import state_of
 from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer, text_ends, text_start
 
 NAME = re.compile(r"(?:.*_)?(train|val)(?:_\d+)?\.bin|.*\.ds")
-HEADER = b"\x88\xd84\1\1\0\0\0"  # the first 8 of 1,024 bytes: the magic 20240520, version 1
+# The first 8 of 1,024 bytes, the magics 20240520 and 20240801 with the versions 1 and 7 -> the
+# tokenizer, and the bytes per id.
+HEADERS = {
+    b"\x88\xd84\1\1\0\0\0": ("gpt2", 2),
+    b"\xa1\xd94\1\7\0\0\0": ("tokenizer/", 4),
+}
 PROBED = 2**21  # ids that show whether those without a header are wider than 16 bits
 MOST_HELD_OUT = 10_000_000  # tokens
 
@@ -98,7 +103,8 @@ def open_tokens(path: Path) -> tuple[str, np.ndarray]:
         name, _, own_width = kind.removeprefix("openai-community/").partition("|")
         width = int(own_width or 2)  # older versions have none
         tokens = int(count)
-    elif start[:4].tobytes() == HEADER:
+    elif start[:4].tobytes() in HEADERS:
+        name, width = HEADERS[start[:4].tobytes()]
         tokens = int(start[4:6].view("<u4")[0])
         offset = 1024
     # The second half of 32-bit ids is small.
@@ -106,7 +112,7 @@ def open_tokens(path: Path) -> tuple[str, np.ndarray]:
         raise ValueError(
             f"{path} does not hold uint16 ids of GPT-2's BPE, by its beginning or meta.pkl: "
             "prepare nanoGPT's characters by prepare_data.py shakespeare-char --input, and write "
-            "other ids as rows of token ids, which prepare_data.py text --column reads"
+            "wider ids as llm.c does, with the tokenizer in tokenizer/"
         )
     if tokens * width > size - offset:
         raise ValueError(f"{path} does not hold {tokens:,} tokens: copy or download it again")

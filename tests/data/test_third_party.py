@@ -1,5 +1,7 @@
 """Token files of other trainers are imported."""
 
+import shutil
+
 import numpy as np
 import pytest
 from conftest import (
@@ -68,6 +70,16 @@ def test_token_files_of_other_trainers_are_imported(tmp_path, files, ids):
     assert train.read(2490, 20).tolist() == ids[2490:2510].tolist()
     assert val.read(0, val.tokens).tolist() == ids[4000:].tolist()
     assert verify_data(data) == 2
+
+
+def test_wide_ids_of_llm_c_need_their_tokenizer(trained_bpe, tmp_path):
+    ids = TOKENS.astype("<u4") % 300
+    (tmp_path / "x_train_0.bin").write_bytes(llmc(ids, magic=20240801, version=7))
+    with pytest.raises(FileNotFoundError, match="tokenizer/"):
+        imported(tmp_path, tmp_path / "data")
+    shutil.copytree(trained_bpe, tmp_path / "tokenizer")
+    assert imported(tmp_path, tmp_path / "data")["dtype"] == "uint32"
+    assert TokenStream(tmp_path / "data", "train").read(0, 5000).tolist() == ids.tolist()
 
 
 def test_one_file_is_imported(tmp_path):
