@@ -5,7 +5,6 @@ baseline with intervals. docs/studies.md describes the YAML file of a study.
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from gpt2_accel.evals.results import markdown
 from gpt2_accel.tools.study.runs import Runs, Trial, read_trial
 
 OWN = {"output_dir", "resume_from", "seed", "max_steps", "epochs"}  # settings that the study sets
-MOST_SEEDS = 1000  # a verdict asks for at most this many more seeds
 
 
 @dataclass
@@ -177,13 +175,11 @@ def outcome(own: np.ndarray, base: np.ndarray) -> list[str]:
     return [verdict, plus_minus(pairs, "+.4f"), plus_minus(ended), str(len(ended))]
 
 
-def half_width(values: np.ndarray, count: Any) -> Any:
-    """Returns half the width of the 95% interval of the mean of `count` values, by Student's t,
-    with the standard deviation of `values`. `count` is a number or an array, and so is the
-    result."""
-    from scipy.stats import t
+def half_width(values: np.ndarray) -> float:
+    """Returns half the width of the 95% interval of the mean of `values`, by Student's t."""
+    from scipy.stats import sem, t
 
-    return t.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count)
+    return t.ppf(0.975, len(values) - 1) * sem(values)
 
 
 def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
@@ -193,7 +189,7 @@ def plus_minus(values: np.ndarray, form: str = ".4f") -> str:
         return "none"
     text = format(np.mean(values), form)
     if len(values) > 1:
-        text += f" ± {half_width(values, len(values)):{form.lstrip('+')}}"
+        text += f" ± {half_width(values):{form.lstrip('+')}}"
     return text
 
 
@@ -201,20 +197,13 @@ def judge(differences: np.ndarray) -> str:
     """Returns the verdict on the differences within pairs of runs of one seed; lower is better.
 
     It is "better" or "worse" if the 95% interval excludes zero, "equal" if all pairs are equal, or
-    "not distinguishable" with the number of further seeds that would make the interval exclude
-    zero at this mean and spread.
+    "not distinguishable".
     """
-    count = len(differences)
-    if count < 2:
+    if len(differences) < 2:
         return "not distinguishable: a verdict needs two pairs of runs or more"
     if not np.any(differences):
         return "equal"
     mean = np.mean(differences)
-    counts = np.arange(count, count + MOST_SEEDS + 1)
-    enough = counts[abs(mean) > half_width(differences, counts)]
-    if not enough.size:
-        return f"not distinguishable: even {MOST_SEEDS:,} more seeds may not tell them apart"
-    more = enough[0] - count
-    if not more:
-        return "better" if mean < 0 else "worse"
-    return f"not distinguishable: about {more} more seeds"
+    if abs(mean) <= half_width(differences):
+        return "not distinguishable"
+    return "better" if mean < 0 else "worse"
