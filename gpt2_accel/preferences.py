@@ -184,10 +184,10 @@ def answer_log_probabilities(
     ids = batch.input_ids.view(2 * count, length // 2)
     targets = batch.targets.view(2 * count, length // 2)
     if trim:
-        counted = (targets != -100).any(dim=0)
-        longest = int(counted.nonzero().max()) + 1
+        longest = int((targets != -100).any(dim=0).nonzero().max()) + 1
         kept = round_up(longest, 64)
-        ids, targets = ids[:, :kept].contiguous(), targets[:, :kept].contiguous()
+        ids = ids[:, :kept]
+        targets = targets[:, :kept]
     nats = model(ids, targets, reduction="none")
     balance = None
     if isinstance(nats, tuple):

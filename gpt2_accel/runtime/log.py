@@ -143,7 +143,8 @@ class RunLog(AbstractContextManager):
         results = numbers(results)
         self.add(results)
         self.results |= results
-        self.print_line(format_results(results))
+        names = [name for name in results if not name.endswith("_stderr")]
+        self.print_line(", ".join(f"{name} {number(results, name)}" for name in names))
 
     def add(self, metrics: dict[str, float]) -> None:
         """Adds metrics to this update's line."""
@@ -178,12 +179,6 @@ class RunLog(AbstractContextManager):
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Returns figures with Python numbers in place of tensors and numpy scalars."""
     return {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
-
-
-def format_results(results: dict[str, float]) -> str:
-    """Formats the results of an evaluation as one line, with the known standard errors."""
-    names = [name for name in results if not name.endswith("_stderr")]
-    return ", ".join(f"{name} {number(results, name)}" for name in names)
 
 
 @dataclass
