@@ -104,7 +104,7 @@ def raw_messages(row: dict, place: str) -> list:
     """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
     answer = fields.get("output", fields.get("response", fields.get("answer")))
-    task = fields.get("instruction", fields.get("question"))
+    task = fields.get("instruction", fields.get("question", fields.get("prompt")))
     messages = listed(fields.get("messages", fields.get("conversations")))
     if isinstance(messages, list):
         pass
@@ -128,8 +128,8 @@ def raw_messages(row: dict, place: str) -> list:
     else:
         raise ValueError(
             f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list "
-            "in messages or conversations; or prompt and completion; or instruction or question, "
-            "and output, response or answer: rename or correct them"
+            "in messages or conversations; or prompt and completion; or instruction, question or "
+            "prompt, and output, response or answer: rename or correct them"
         )
     system = fields.get("system", fields.get("system_prompt"))
     if system is not None and not (messages and role_of(messages[0]) == "system"):

@@ -141,7 +141,7 @@ class RunLog(AbstractContextManager):
     def evaluation(self, results: dict[str, float]) -> None:
         """Logs and prints the results of an evaluation."""
         results = numbers(results)
-        self.add(results)
+        self._line |= results
         self.results |= results
         names = [name for name in results if not name.endswith("_stderr")]
         self.print_line(", ".join(f"{name} {number(results, name)}" for name in names))
