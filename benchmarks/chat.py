@@ -48,7 +48,7 @@ BPE = 4096
 REPEATS = 12  # conversations with each question
 # Fewer than questions: both programs compute the reference's log-probabilities of all pairs before
 # the first update.
-PAIRS = 200
+PAIRS = 100
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def write_model(name: str, folder: Path, texts: Sequence[str], models: Path) -> 
         tokenizer = train_bpe(texts, BPE)
         save_pretrained(GPT(GPTConfig(len(tokenizer), **QUICKSTART)), base, tokenizer)
     known = len(load_tokenizer(base))
-    tokenizer = chat_tokenizer(base)
+    # TRL refuses templates without marks of the answers, as SmolLM2's.
+    tokenizer = chat_tokenizer(base, chatml=True)
     model = with_rows(from_pretrained(base), known, len(tokenizer))
     save_pretrained(model, folder / "model", tokenizer)
 
