@@ -176,7 +176,7 @@ def tiny_config(data_dir, output_dir, **changes) -> TrainConfig:
         "save_every": 0,
     }
     # A loaded model, or config.json, has its own sizes.
-    if changes.get("init_from") or "/" in changes.get("architecture", ""):
+    if changes.get("init_from") or "/" in (changes.get("architecture") or ""):
         del settings["n_layer"], settings["n_head"], settings["n_embd"]
     return TrainConfig(**settings | changes)
 
