@@ -90,7 +90,7 @@ class Figures:
             uniform = math.log(run.empty.config.vocab_size)
             run.log.print_line(
                 f"first loss {run.figures['loss']:.2f}; equal probabilities give ln V = "
-                f"{uniform:.2f}, and large logits of new weights more"
+                f"{uniform:.2f}, weights with large logits more"
             )
 
 

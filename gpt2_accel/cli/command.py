@@ -9,7 +9,7 @@ import difflib
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import takewhile
 from pathlib import Path
 
@@ -87,9 +87,9 @@ def launch(*args: str) -> None:
         takewhile(lambda word: word[-3:] != ".py" and hyphened(word) not in RECIPES, args)
     )
     if len(chosen) == len(args):
-        word = next((word for word in args if hyphened(word) not in CONFIGS), "")
-        hint = choices(word, [*RECIPES, *OTHERS])
-        raise ValueError(f"there is no recipe in {' '.join(args)!r}: {hint}")
+        given = " ".join(args)
+        hint = choices(given, [*RECIPES, *OTHERS])
+        raise ValueError(f"there is no recipe in {given!r}: {hint}")
     name, *options = args[len(chosen) :]
     recipe = find(name, RECIPES)
     if "--help" in options:  # needs no launcher, which takes seconds
@@ -134,9 +134,8 @@ def find(name: str, shipped: dict[str, Path]) -> Path:
     return shipped[known]
 
 
-def choices(name: str, known: Iterable[str]) -> str:
+def choices(name: str, known: Collection[str]) -> str:
     """Returns the end of a message about an unknown name: the known names, or the closest ones."""
-    known = list(known)
     close = difflib.get_close_matches(name, known, cutoff=0.4)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(known)}"
 

@@ -145,11 +145,9 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
         raise FileNotFoundError(
             f"{path} is missing: remove the folder and prepare the data again"
         ) from None
-    complete = size == end
-    if complete:
-        about = header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
-        complete = header == HEADER.pack(MAGIC, *about)
-    if not complete:
+    if size != end or header != HEADER.pack(
+        MAGIC, header[8], dtype.itemsize, shard["tokens"], bytes.fromhex(shard["sha256"])
+    ):
         check_pointer(path)
         raise ValueError(
             f"{path} is not the shard that the manifest lists, by its header or its size of "

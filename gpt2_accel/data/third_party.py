@@ -98,13 +98,14 @@ def open_tokens(path: Path) -> tuple[str, np.ndarray]:
     size = path.stat().st_size
     tokens = (size + 1) // 2  # rounded up: refuses a file that ends in the middle of a token
     start = np.fromfile(path, "<u2", PROBED)
+    header = start[:4].tobytes()
     if path.suffix == ".ds":
         kind, count, *_ = Path(f"{path}.metadata").read_text().splitlines()
         name, _, own_width = kind.removeprefix("openai-community/").partition("|")
         width = int(own_width or 2)  # older versions have none
         tokens = int(count)
-    elif start[:4].tobytes() in HEADERS:
-        name, width = HEADERS[start[:4].tobytes()]
+    elif header in HEADERS:
+        name, width = HEADERS[header]
         tokens = int(start[4:6].view("<u4")[0])
         offset = 1024
     # The second half of 32-bit ids is small.

@@ -124,7 +124,7 @@ def activation_bytes(
         saved += saved // 2
     logits = tokens * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
-        return saved + logits * (8 - width)  # in half precision also a copy in fp32
+        return saved + logits * (4 if width == 4 else 2 + 4)  # also a copy in fp32
     weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
     return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
 

@@ -147,7 +147,8 @@ def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
     if not isinstance(outcome, tuple):
         reason = outcome or "the recipe does not call train: run it alone to see why"
         raise ValueError(f"{label}: {reason}")
-    return Trial(recipe, label, changes, *outcome)
+    typed = {name: getattr(outcome[0], name, value) for name, value in changes.items()}
+    return Trial(recipe, label, typed, *outcome)
 
 
 def capture(config: TrainConfig, **_: Any) -> None:
