@@ -178,10 +178,10 @@ def test_help_lists_every_setting_once_with_the_recipes_default(capsys, monkeypa
 def test_a_tilde_is_the_home_folder_also_where_no_shell_expands_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     path = tmp_path / "c.yaml"
-    path.write_text("data_dir: ~/a\nsample_prompts: ['~ b']\n")
+    path.write_text("data_dir: ~/a\nsample_prompts: ['~', '~ b']\n")
     config = parse_config(Recipe, ["--config", str(path), "--init_from=~/b"])
     assert (config.data_dir, config.init_from) == ("/home/me/a", "/home/me/b")
-    assert config.sample_prompts == ["~ b"]
+    assert config.sample_prompts == ["~", "~ b"]
 
 
 def test_a_setting_without_an_effect_is_remarked_on():

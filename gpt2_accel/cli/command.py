@@ -88,8 +88,7 @@ def launch(*args: str) -> None:
     )
     if len(chosen) == len(args):
         given = " ".join(args)
-        hint = choices(given, [*RECIPES, *OTHERS])
-        raise ValueError(f"there is no recipe in {given!r}: {hint}")
+        raise ValueError(f"there is no recipe in {given!r}: {choices(given, [*RECIPES, *OTHERS])}")
     name, *options = args[len(chosen) :]
     recipe = find(name, RECIPES)
     if "--help" in options:  # needs no launcher, which takes seconds

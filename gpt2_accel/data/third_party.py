@@ -78,10 +78,18 @@ def import_tokens(source: str, data_dir: str | Path, command: str) -> dict:
             left = max(0, left - len(ids))
         splits = {}
         for split, writer in writers.items():
-            about = {"tokens": writer.tokens, "documents": None, "bytes": None}
-            splits[split] = about | {"shards": [writer.close()]}
-        entry = tokenizer_entry(tokenizer, name, marks)
-        return {"version": VERSION, "dtype": dtype.name, "tokenizer": entry, "splits": splits}
+            splits[split] = {
+                "tokens": writer.tokens,
+                "documents": None,
+                "bytes": None,
+                "shards": [writer.close()],
+            }
+        return {
+            "version": VERSION,
+            "dtype": dtype.name,
+            "tokenizer": tokenizer_entry(tokenizer, name, marks),
+            "splits": splits,
+        }
 
     plan = plan_of([(path.name, state_of(str(path))) for path in files], tokenizer)
     return make_data(write, tokenizer, data_dir, plan, source=source, command=command)

@@ -194,8 +194,10 @@ def fitting_batch_size(
     state = state_bytes(config, plain, shards, on_cpu)
 
     def needed(size: int) -> float:
-        precision, at_once = accelerator.mixed_precision, kernels.choices.logits_at_once
-        activations = activation_bytes(config, plain.config, precision, size, at_once)
+        at_once = kernels.choices.logits_at_once
+        activations = activation_bytes(
+            config, plain.config, accelerator.mixed_precision, size, at_once
+        )
         new = state["gradients"] + state["optimizer"] + state["checkpoint"]  # beside the weights
         return new + activations * (HEAP if on_cpu else 1)
 

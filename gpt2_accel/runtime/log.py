@@ -118,8 +118,8 @@ class RunLog(AbstractContextManager):
         self._bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:
-        """Prints a line if the speed has halved while other processes use a fifth of a core or more,
-        and a line if it recovers: each once in a run."""
+        """Prints a line if the speed has halved while other processes use a fifth of a core or
+        more, and a line if it recovers: each once in a run."""
         used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
         others = used - PROCESS.cpu_percent()
         if self._said == 0 and speed < self._best / 2 and others > 20:

@@ -90,8 +90,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(allow_abbrev=False, **settings)
-        for kind in (None, str):  # a shell leaves the ~ of --data_dir=~/mine
-            self.register("type", kind, expanduser)
+        for kind in (None, str):
+            self.register("type", kind, text)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses the words for this parser or the parser of a sub-command.
@@ -121,7 +121,12 @@ def parser_of(name: str, hint: Any) -> tuple[Callable[[str], Any], str]:
         int: (integer, "N"),
         float: (float, "X"),
     }
-    return kinds.get((get_args(hint) or (hint,))[0], (expanduser, "TEXT"))  # int of int | None
+    return kinds.get((get_args(hint) or (hint,))[0], (text, "TEXT"))  # int of int | None
+
+
+def text(word: str) -> str:
+    """Replaces `~/` at the beginning: YAML, and a shell in `--data_dir=~/mine`, leave it."""
+    return expanduser(word) if word.startswith("~/") else word
 
 
 def integer(text: str) -> int:
