@@ -50,7 +50,8 @@ def tested(name: str, pins: list[str]) -> int:
     if not python.exists():
         venv.create(python.parent.parent, with_pip=True)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    packages = ["--editable", ROOT, TORCH, "pytest", "hypothesis", *pins]
+    # The lowest gguf imports sentencepiece and does not require it.
+    packages = ["--editable", ROOT, TORCH, "pytest", "hypothesis", "sentencepiece", *pins]
     subprocess.run([*pip, "install", "--quiet", *packages], check=True)
     print(f"--- {name}", flush=True)
     subprocess.run([*pip, "freeze", "--exclude-editable"], check=True)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import yaml
 from conftest import chat_rows, make_text, refused, write_lines
+from packaging.version import Version
 from tokenizers import processors
 
 from gpt2_accel import GPT, GPTConfig
@@ -233,13 +235,16 @@ def random_row(rng):
 
 
 def test_an_answer_that_is_not_marked_is_left_out(chat_base, tmp_path):
-    """`transformers` loses marks if a tokenizer's offsets leave out spaces."""
+    """`transformers` before 5.24 loses marks if a tokenizer's offsets leave out spaces."""
     tokenizer = chat_tokenizer(chat_base)
     tokenizer.chat_template = tokenizer.chat_template.replace("| trim ", "")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     rows = chat_rows(20)
     rows[3]["messages"][1]["content"] = " So."
     manifest = prepared(chat_base, tmp_path, rows, tokenizer=tokenizer)
+    if not manifest["left_out"]:
+        assert Version(transformers.__version__) >= Version("5.24")
+        return
     [(reason, (number, place))] = manifest["left_out"].items()
     assert "not marked" in reason
     assert number == 1
