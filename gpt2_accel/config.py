@@ -98,7 +98,7 @@ class TrainConfig:
         None, "'latest' (a new run if there is none), checkpoint or Hub id to continue"
     )
     n_layer: int = setting(12, "transformer blocks")
-    micro_batch_size: int = setting(8, "sequences per device and backward pass, or 'auto'")
+    micro_batch_size: int = setting(8, "sequences per device and backward pass; 0 or 'auto' fit")
     total_batch_size: int = setting(524288, "tokens per update, over all devices")
     max_steps: int = setting(19073, "updates of total_batch_size tokens")
     epochs: float | None = setting(None, "passes over the data, in place of max_steps")
@@ -123,6 +123,7 @@ class TrainConfig:
     lora_alpha: int = setting(8, "scale of the adapter, times its rank")
     lora_dropout: float = setting(0.0, "dropout of the adapter's input")
     dtype: str = setting("float32", "of the weights: float32, or bfloat16 to save memory")
+    residual_dtype: str = setting("float32", "of the residual stream in bf16 runs, or bfloat16")
     depth: int | None = setting(None, "N layers of width 64 x N, heads of 64 (nanochat 128)")
     n_head: int = setting(12, "attention heads")
     n_embd: int = setting(768, "width, a multiple of n_head")
@@ -201,6 +202,7 @@ class TrainConfig:
             "hub_strategy": ("end", "every_save", "checkpoint"),
             "report_to": TRACKERS,
             "dtype": WEIGHT_DTYPES,
+            "residual_dtype": WEIGHT_DTYPES,
         }
         for name, choices in choices_of.items():
             value = getattr(self, name)

@@ -192,6 +192,8 @@ class Run:
         state["settings"] = self.config.settings()
         state["recent"] = self.guard.recent
         state["bos"] = self.train_loader.bos
+        size = self.train_loader.micro_batch_size
+        state["micro_batch"] = {"size": size, "processes": self.accelerator.num_processes}
         state["version"] = __version__
         state |= values
         return tensors, json_copy(state)

@@ -87,6 +87,14 @@ def setup(
         prompts = sample_prompts(config, tokenizer, conversations)
         plain = build_model(config, tokenizer, checkpoint, model)
         adapt(plain, config)
+        if config.residual_dtype != "float32":
+            if accelerator.mixed_precision == "bf16" and not isinstance(plain, AnyModel):
+                plain.residual_dtype = torch.bfloat16
+            elif "residual_dtype" in config.given:
+                accelerator.print(
+                    "--residual_dtype has no effect without --mixed_precision bf16, and on classes "
+                    "of transformers"
+                )
         if config.document_mask and not conversations:
             plain.separator = document_separator(config.data_dir, tokenizer)
         if config.document_mask or conversations:
@@ -109,7 +117,14 @@ def setup(
         objective = through_prepared(objective, prepared)
     size = config.micro_batch_size
     if not size:  # `auto`
-        size = fitting_batch_size(config, accelerator, prepared, objective, packed=conversations)
+        saved = read_state(checkpoint).get("micro_batch") if checkpoint else None
+        if saved and saved["processes"] == accelerator.num_processes:
+            size = saved["size"]
+        else:
+            size = fitting_batch_size(
+                config, accelerator, prepared, objective, packed=conversations
+            )
+        accelerator.print(f"micro_batch_size {size}: the largest that fits into memory")
     size, note = config.fit_micro_batch(size, accelerator.num_processes)
     if note:
         accelerator.print(note)

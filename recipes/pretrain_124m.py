@@ -47,7 +47,7 @@ class Pretrain124M(TrainConfig):
     output_dir: str = "runs/pretrain_124m"
     resume_from: str | None = "latest"
 
-    micro_batch_size: int = 16
+    micro_batch_size: int = 0  # the largest that fits
     total_batch_size: int = 524_288
     max_steps: int = 19_073
 

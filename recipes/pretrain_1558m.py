@@ -27,7 +27,6 @@ class Pretrain1558M(Pretrain124M):
     n_head: int = 25
     n_embd: int = 1600
 
-    micro_batch_size: int = 4
     total_batch_size: int = 1_048_576
     max_steps: int = 32_000
 

@@ -26,7 +26,6 @@ class Pretrain774M(Pretrain124M):
     n_head: int = 20
     n_embd: int = 1280
 
-    micro_batch_size: int = 8
     max_steps: int = 57_220
 
     learning_rate: float = 2.5e-4

@@ -59,7 +59,6 @@ REFERENCE_BATCH = 2**19
 BATCH_EXPONENT = 0.383
 RATE_TIMES_ROOT = 0.1  # the rate at the reference batch, times the square root of the width
 WEIGHT_DECAY = 0.1  # the value at the reference depth
-LARGEST_MICRO_BATCH = 16  # sequences
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Speedrun(TrainConfig):
     architecture: str | None = "nanochat"
     depth: int = setting(20, "layers; width, batch, updates, rate and decay follow from it")
     n_positions: int = 2048
-    micro_batch_size: int = derived("sequences per device; default up to 16")
+    micro_batch_size: int = 0  # the largest that fits
     total_batch_size: int = derived("tokens per update; default by the depth")
     max_steps: int = derived("updates; default by the depth")
 
@@ -100,7 +99,7 @@ def tokens_of(depth: int, vocab_size: int) -> int:
     return TOKENS_PER_WEIGHT * (12 * depth * width**2 + vocab_size * width)
 
 
-def follow_depth(config: Speedrun, vocab_size: int, processes: int) -> None:
+def follow_depth(config: Speedrun, vocab_size: int) -> None:
     """Sets the settings that follow from the depth, unless they are given: batch, updates, learning
     rate and weight decay."""
     tokens = tokens_of(config.depth, vocab_size)
@@ -111,12 +110,10 @@ def follow_depth(config: Speedrun, vocab_size: int, processes: int) -> None:
     root = math.sqrt(batch / REFERENCE_BATCH)
     rate = RATE_TIMES_ROOT / math.sqrt(width_of(config.depth)) * root
     decay = WEIGHT_DECAY * root / ratio
-    sequences = batch // (config.tokens_per_sequence * processes)  # sequences per process
     config.derive(
         max_steps=tokens // batch,
         learning_rate=float(f"{rate:.3g}"),
         weight_decay=float(f"{decay:.3g}"),
-        micro_batch_size=max(1, math.gcd(sequences, LARGEST_MICRO_BATCH)),
     )
 
 
@@ -142,7 +139,7 @@ def main() -> None:
         raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, on_main_process, process_state
+    from gpt2_accel.runtime.processes import main_process_first, on_main_process
     from gpt2_accel.train import train
     from gpt2_accel.tuning import saved_settings
 
@@ -151,7 +148,7 @@ def main() -> None:
         with main_process_first():
             open_hub(config.data_dir)
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
-    follow_depth(config, vocab_size, process_state().num_processes)
+    follow_depth(config, vocab_size)
     saved = on_main_process(lambda: saved_settings(config))  # of 0.5 it has wsd
     config.derive(lr_schedule=saved.get("lr_schedule", "wsd_linear"))
     callbacks = [License()] if config.data_dir == Speedrun.data_dir else []

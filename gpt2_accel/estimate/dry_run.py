@@ -1,6 +1,7 @@
 """The summary of `--dry_run`: parameters, tokens, FLOPs, memory, time. No Accelerator is built."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate.utils import parse_flag_from_env
@@ -13,6 +14,7 @@ from gpt2_accel.estimate.memory import (
     LIBRARIES,
     Launch,
     activation_bytes,
+    fitting_sizes,
     in_words,
     model_shape,
     planned_model,
@@ -20,7 +22,13 @@ from gpt2_accel.estimate.memory import (
 )
 from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.runtime.device import GPUS, launch_device, logits_at_once, precision_name
+from gpt2_accel.runtime.device import (
+    GPUS,
+    free_memory,
+    launch_device,
+    logits_at_once,
+    precision_name,
+)
 from gpt2_accel.runtime.files import readable_size
 from gpt2_accel.runtime.options import load_yaml
 from gpt2_accel.runtime.recipe_command import folder
@@ -47,7 +55,6 @@ def estimate_run(config: TrainConfig) -> str:
     config.fit_positions(shape.n_positions)
     devices = launch.num_processes
     precision = launch.mixed_precision
-    size, note = config.fit_micro_batch(config.micro_batch_size or 1, devices)
     updates = config.batch_schedule(devices).updates
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, config.tokens_per_row)
@@ -57,8 +64,17 @@ def estimate_run(config: TrainConfig) -> str:
     times = [f"{duration(each / GPUS[name].peak_flops)} on {devices} x {name}" for name in gpus]
 
     on_cpu = launch.use_cpu and not gpu
-    logits = None if on_cpu else logits_at_once(GPUS[gpus[0]].memory, precision)
+    available = free_memory(launch_device()) if on_cpu else GPUS[gpus[0]].memory
+    logits = None if on_cpu else logits_at_once(available, precision)
     state = state_bytes(config, model, devices if launch.is_fsdp2 else 1, on_cpu)
+    size = config.micro_batch_size
+    if not size:  # `auto`
+        planned = replace(launch, use_cpu=on_cpu)
+        each_free = available / devices if on_cpu else available
+        reserved = sum(state.values())
+        fitting = fitting_sizes(config, shape, planned, each_free, reserved, logits)
+        size = fitting[-1] if fitting else 1
+    size, note = config.fit_micro_batch(size, devices)
     activations = activation_bytes(config, shape, precision, size, logits)
     memory = state | {"activations": activations}
     if on_cpu:
@@ -67,13 +83,13 @@ def estimate_run(config: TrainConfig) -> str:
 
     used = f"; a token uses {shape.matmul_parameters:,}" if shape.experts_per_token else ""
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
-    available = f" of {readable_size(GPUS[gpu].memory)}" if gpu else ""
+    of_gpu = f" of {readable_size(GPUS[gpu].memory)}" if gpu else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
         f"data          {config.data_dir}: {data}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{sharded}",
-        f"memory        {readable_size(needed)} per device{available}: {in_words(memory)}; "
+        f"memory        {readable_size(needed)} per device{of_gpu}: {in_words(memory)}; "
         f"micro-batch {size} x {config.tokens_per_sequence}, before compilation",
         f"time          {', '.join(times)}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]

@@ -33,6 +33,8 @@ from gpt2_accel.runtime.files import readable_size
 FREE = 0.9  # share of the free memory that an estimate may fill
 LIBRARIES = 550_000_000  # resident bytes of a process on a CPU before it has a model
 HEAP = 1.15  # allocated bytes / bytes of activations on a CPU: blocks of several sizes leave gaps
+# The most tokens of a micro-batch of `auto`, by whether it is on a CPU: larger ones are not faster.
+MOST_TOKENS = {False: 65_536, True: 16_384}
 MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocations vary by update
 
 
@@ -167,6 +169,30 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
     return sum(storage.nbytes() for storage in seen.values())
 
 
+def fitting_sizes(
+    config: TrainConfig,
+    shape: ModelConfig,
+    launch: Launch,
+    free: float,
+    state: int,
+    at_once: int | None,
+) -> list[int]:
+    """Returns the micro-batches, in sequences per device, that divide the batch evenly, have at
+    most `MOST_TOKENS` and by the estimate fit into `free` bytes beside `state`, in ascending order.
+
+    `at_once` as in `activation_bytes`. Raises what `batch_schedule` raises.
+    """
+
+    def needed(size: int) -> float:
+        activations = activation_bytes(config, shape, launch.mixed_precision, size, at_once)
+        return state + activations * (HEAP if launch.use_cpu else 1)
+
+    per_device = config.batch_schedule(launch.num_processes).full // launch.num_processes
+    most = max(1, MOST_TOKENS[launch.use_cpu] // config.tokens_per_sequence)
+    sizes = [size for size in range(1, min(per_device, most) + 1) if per_device % size == 0]
+    return sizes[: bisect_left(sizes, FREE * free, key=needed)]
+
+
 def fitting_batch_size(
     config: TrainConfig,
     accelerator: Accelerator,
@@ -174,54 +200,50 @@ def fitting_batch_size(
     objective: Callable[[torch.nn.Module, Batch], Any],
     packed: bool = False,
 ) -> int:
-    """Returns the largest micro-batch, in sequences per device, that divides the batch evenly and
-    fits on every rank.
+    """Returns the largest micro-batch, in sequences per device, of `fitting_sizes` that fits on
+    every rank.
 
-    The memory is estimated. On a GPU the size is then tried with random tokens: the objective and
-    its backward, with gradients, memory reserved for the optimizer state, and a `MARGIN`; if it
-    does not fit, the next smaller size is tried. On a CPU, or with a sharded model, running out of
-    memory cannot be caught, so the estimate decides. Parameters and random states do not change.
-    `packed`: batches have `documents`.
+    On a GPU all ranks try a size with random tokens: the objective and its backward, with
+    gradients, memory reserved for the optimizer state, and a `MARGIN`; if it does not fit on one of
+    them, the next smaller size is tried. The model that is compiled for the size trains. On a CPU,
+    or with a sharded model, running out of memory cannot be caught, so the estimate decides.
+    Parameters and random states do not change. `packed`: batches have `documents`.
 
     Raises `ValueError` if one sequence does not fit, or if `batch_schedule` refuses the settings.
     """
     device = accelerator.device
     processes = accelerator.num_processes
     plain = unwrap(accelerator, model)
-    length = config.tokens_per_sequence
-    shards = processes if accelerator.is_fsdp2 else 1
     on_cpu = device.type == "cpu"
-    state = state_bytes(config, plain, shards, on_cpu)
-
-    def needed(size: int) -> float:
-        at_once = kernels.choices.logits_at_once
-        activations = activation_bytes(
-            config, plain.config, accelerator.mixed_precision, size, at_once
-        )
-        new = state["gradients"] + state["optimizer"] + state["checkpoint"]  # beside the weights
-        return new + activations * (HEAP if on_cpu else 1)
-
-    per_device = config.batch_schedule(processes).full // processes
-    sizes = [size for size in range(1, per_device + 1) if per_device % size == 0]
+    launch = Launch(processes, accelerator.mixed_precision, accelerator.is_fsdp2, on_cpu)
+    parts = state_bytes(config, plain, processes if accelerator.is_fsdp2 else 1, on_cpu)
+    new = parts["gradients"] + parts["optimizer"] + parts["checkpoint"]  # beside the weights
     free = free_memory(device)
     if device.type != "cuda":
         free //= processes  # the processes share the machine's memory
-    fitting = sizes[: bisect_left(sizes, FREE * free, key=needed)]
+    at_once = kernels.choices.logits_at_once
+    fitting = fitting_sizes(config, plain.config, launch, free, new, at_once)
+
+    def on_all(value: int) -> int:
+        return int(accelerator.gather(torch.tensor([value], device=device)).min())
+
+    best = on_all(fitting[-1] if fitting else 0)
     if reports_out_of_memory(device) and not accelerator.is_fsdp2:
-        fitting = fitting or sizes[:1]
-        while fitting:
-            if trial_fits(accelerator, model, objective, (fitting[-1], length), packed):
+        sizes = [size for size in fitting if size <= best] or [1]
+        while sizes:
+            shape = (sizes[-1], config.tokens_per_sequence)
+            if on_all(trial_fits(accelerator, model, objective, shape, packed)):
                 break
-            fitting.pop()
-    best = fitting[-1] if fitting else 0
-    best = int(accelerator.gather(torch.tensor([best], device=device)).min())
+            sizes.pop()
+            # Otherwise Dynamo would compile the next size with a dynamic shape.
+            torch.compiler.reset()
+        best = sizes[-1] if sizes else 0
     if not best:
         raise ValueError(
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, "
             "fine-tune with --lora 16, or shard the model (launch config 8xa100_fsdp2.yaml); "
-            f"{in_words(state)}"
+            f"{in_words(parts)}"
         )
-    accelerator.print(f"micro_batch_size {best}: the largest that fits into memory")
     return best
 
 
@@ -254,7 +276,4 @@ def trial_fits(
     finally:
         for parameter in parameters:
             parameter.grad = None
-        # Otherwise the trials count towards Dynamo's recompile limit, beyond which new sizes run
-        # uncompiled.
-        torch.compiler.reset()
         release_memory()

@@ -8,7 +8,6 @@ freed.
 Shape letters as in `models/gpt2.py`; N = B·T rows.
 """
 
-import functools
 import math
 
 import torch
@@ -152,66 +151,79 @@ def chunked_cross_entropy(
     """Computes the sum of the cross-entropy over rows, and its gradients.
 
     x: (N, C), in the dtype of the products; weight: (V, C); targets: (N,); factors: (N,), by which
-    the gradient of each row's loss is multiplied. Returns the sum, a scalar, and the gradients of
-    x, (N, C), and of the weight, (V, C), all in fp32, or in fp64 if x is. `rows` rows of logits are
-    in memory at a time. `compiled` fuses the elementwise operations.
+    the gradient of each row's loss is multiplied. Returns the sum, a scalar in fp32 (fp64 if x is),
+    and the gradients of x, (N, C), and of the weight, (V, C). They are in the dtype of x, but the
+    weight's is in fp32 if it is added up over chunks. Without factors they are multiplied by
+    `gradient_scale`. `rows` rows of logits are in memory at a time. `compiled` fuses elementwise
+    operations.
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
-    scale = FP16_SCALE if x.dtype == torch.float16 else 1.0
     w = weight.to(x.dtype)
     gradient_ = fused(scaled_gradient_) if compiled else scaled_gradient_
-    add_transposed_ = fused(add_transposed) if compiled else add_transposed
     transposed = fused(transpose) if compiled else transpose
-    if x.device.type == "cpu":
+    on_cpu = x.device.type == "cpu"
+    if on_cpu:
         at_once = ROWS_IN_CACHE  # it reads each row several times
     elif compiled:
         at_once = rows
     else:  # the softmax copies the rows
         at_once = LOGITS_AT_ONCE // len(weight) + 1
+    wide = x.dtype == accumulate_dtype
+    # In half precision a CPU transposes the smaller matrix: faster than a product along the columns
+    # of the other.
+    by_columns = on_cpu and not wide
+    if factors is None:
+        factors = torch.full_like(targets, gradient_scale(x.dtype), dtype=accumulate_dtype)
+    factors = factors.masked_fill(targets == -100, 0)[:, None]
+    targets = targets.clamp(min=0)[:, None]
     total = x.new_zeros((), dtype=accumulate_dtype)
-    grad_x = torch.empty_like(x, dtype=accumulate_dtype)
-    grad_w = torch.zeros_like(weight, dtype=accumulate_dtype)
+    grad_x = torch.empty_like(x)
+    grad_w = None  # transposed, if `by_columns`
     # One row more than a chunk, so each part is a view of a larger tensor. Dynamo would compile
     # again for a part that is not.
     buffer = x.new_empty(rows + 1, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
             x_rows = x[start : start + rows]
-            t = targets[start : start + rows, None]
-            counts = t != -100
-            t = t.clamp(min=0)
-            factor = counts
-            if factors is not None:
-                factor = counts * factors[start : start + rows, None]
+            t = targets[start : start + rows]
+            factor = factors[start : start + rows]
             row = torch.arange(len(t), device=t.device)[:, None]
             logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
             logits[:, vocab_size:] = -math.inf
             at_target = capped(logits[row, t].to(accumulate_dtype), soft_cap)
-            log_sum = torch.cat(
-                [gradient_(part, scale, soft_cap) for part in logits.split(at_once)]
-            )
+            parts = zip(logits.split(at_once), factor.split(at_once), strict=True)
+            log_sum = torch.cat([gradient_(part, f, soft_cap) for part, f in parts])
             gradient = logits  # `gradient_` has overwritten them
             log_probability = at_target - log_sum
-            total -= log_probability.masked_fill(~counts, 0).sum()
+            total -= log_probability.masked_fill(factor == 0, 0).sum()
             # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
-            of_target = log_probability.expm1() * scale
+            of_target = log_probability.expm1() * factor
             if soft_cap:
                 of_target *= slope(at_target, soft_cap)
             gradient[row, t] = of_target.to(gradient.dtype)
-            grad_x[start : start + rows] = (gradient @ w) * (factor / scale)
-            x_rows = (x_rows * factor).to(x.dtype)
-            if x.dtype == accumulate_dtype:
-                grad_w.addmm_(gradient.t(), x_rows)
-            else:  # transposing the smaller matrix is faster than a product along rows of the other
-                add_transposed_(grad_w, transposed(x_rows) @ gradient)
-    return total, grad_x, grad_w if scale == 1 else grad_w.div_(scale)
+            torch.mm(gradient, w, out=grad_x[start : start + rows])
+            pair = (transposed(x_rows), gradient) if by_columns else (gradient.t(), x_rows)
+            if grad_w is None:
+                grad_w = torch.mm(*pair)
+            elif wide:
+                grad_w.addmm_(*pair)
+            else:
+                grad_w = grad_w.to(accumulate_dtype).add_(torch.mm(*pair))
+    assert grad_w is not None, "no rows"
+    return total, grad_x, transposed(grad_w) if by_columns else grad_w
 
 
 @chunked_cross_entropy.register_fake
 def _(x, weight, targets, vocab_size, rows, compiled, soft_cap, factors=None):
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
-    like = functools.partial(torch.empty_like, dtype=accumulate_dtype)
-    return x.new_empty((), dtype=accumulate_dtype), like(x), like(weight)
+    grad_w_dtype = x.dtype if len(x) <= rows else accumulate_dtype
+    grad_w = torch.empty_like(weight, dtype=grad_w_dtype)
+    return x.new_empty((), dtype=accumulate_dtype), torch.empty_like(x), grad_w
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """Returns the factor of the gradients of `chunked_cross_entropy`, by the dtype of x."""
+    return FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 def keep_gradients(ctx, inputs, output) -> None:
@@ -225,16 +237,21 @@ def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | N
     Autograd casts them to the dtypes of x and the weight. The other arguments have no gradient.
     """
     grad_x, grad_w = ctx.saved_tensors
-    return grad_x * grad_total, grad_w * grad_total, None, None, None, None, None, None
+    factor = grad_total / gradient_scale(grad_x.dtype)
+    # In fp32: the factor is not rounded.
+    grad_x = at_least_fp32(grad_x) * factor
+    return grad_x, at_least_fp32(grad_w) * factor, None, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
 
 
-def scaled_gradient_(logits: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
-    """Replaces logits, (rows, V), by softmax · `scale`: the gradient except at the target.
+def scaled_gradient_(
+    logits: torch.Tensor, factor: torch.Tensor, soft_cap: float | None
+) -> torch.Tensor:
+    """Replaces logits, (rows, V), by softmax · `factor`: the gradient except at the target.
 
-    Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
+    factor: (rows, 1) in fp32 or fp64. Returns each row's log-sum-exp, (rows, 1) in fp32 or fp64.
 
     With `soft_cap` the softmax and log-sum-exp are computed from the capped logits, the gradient
     for the logits before the cap.
@@ -246,15 +263,10 @@ def scaled_gradient_(logits: torch.Tensor, scale: float, soft_cap: float | None)
     total = powers.sum(dim=1, keepdim=True)
     if soft_cap:
         powers = powers * slope(x, soft_cap)
-    logits.copy_(powers * (scale / total))
+    logits.copy_(powers * (factor / total))
     return largest + total.log()
 
 
 def transpose(x: torch.Tensor) -> torch.Tensor:
     """(rows, C) -> (C, rows), contiguous."""
     return x.t().contiguous()
-
-
-def add_transposed(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Adds the transpose of `more`, (C, V), to `total`, (V, C)."""
-    total.add_(more.t())

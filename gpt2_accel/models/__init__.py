@@ -138,14 +138,15 @@ class LanguageModel(nn.Module):
 
     `separator` is the token that starts each document. If it is set, attention stays inside
     documents; positions run on. `checkpoint_activations` stores only the input of each block and
-    recomputes the block in the backward pass (Chen et al., 2016, arXiv:1604.06174). A submodule may
-    have `stacked`, the number of equal matrices along the rows of its weight, such as q, k and v;
-    Muon updates each separately.
+    recomputes the block in the backward pass (Chen et al., 2016, arXiv:1604.06174). Under autocast
+    the residual stream is in `residual_dtype`. A submodule may have `stacked`, the number of equal
+    matrices along the rows of its weight, such as q, k and v; Muon updates each separately.
     """
 
     config_class: ClassVar[type[ModelConfig]]
     separator: int | None = None
     checkpoint_activations = False
+    residual_dtype = torch.float32
     aux_coefficient: float | None = None  # weight of the load balancing loss, if there is one
     residual: ClassVar[tuple[str, ...]]  # name endings of projections to the residual stream
 
@@ -171,6 +172,13 @@ class LanguageModel(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
         self.head_weight[self.config.vocab_size :] = 0
+
+    def residual_stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns embeddings x: (B, T, C) in the dtype of the residual stream.
+
+        Under autocast it does not depend on the dtype in which FSDP2 gathers the embedding.
+        """
+        return x.to(self.residual_dtype) if torch.is_autocast_enabled(x.device.type) else x
 
     def run_blocks(
         self,

@@ -221,10 +221,7 @@ class Llama(LanguageModel):
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns the input of the first block: (B, T) -> (B, T, C)."""
-        x = self.embed_tokens(input_ids)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # fp32 residual stream, also if FSDP2 gathers the embedding in bf16
-        return x
+        return self.residual_stream(self.embed_tokens(input_ids))
 
     def hidden(
         self,

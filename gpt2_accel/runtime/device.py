@@ -182,13 +182,14 @@ def has_block_masks(device: torch.device) -> bool:
 
 
 def logits_at_once(memory: float, precision: str) -> int:
-    """Returns the number of logits that fit into a sixteenth of `memory` bytes of a GPU.
+    """Returns the number of logits that fit into a sixteenth of `memory` bytes, below 2^31.
 
     `precision` as in Accelerate. Few large chunks of the loss are faster than many: 36 ms in one
     chunk, 40 in 8, 57 in 64 (pytorch/pytorch#124480).
     """
     width = 2 if precision in AUTOCAST_DTYPES else 4
-    return int(memory / 16 / width)
+    # A kernel computes the addresses of more elements in 64 bits, which is slower.
+    return min(int(memory / 16 / width), 2**31 - 1)
 
 
 def end_of_work(device: torch.device) -> torch.Event | None:

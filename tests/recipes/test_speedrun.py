@@ -19,7 +19,7 @@ BY_HAND = {
 def test_settings_follow_the_depth(depth):
     recipe = load_recipe("speedrun")
     config = recipe.Speedrun(depth=depth)
-    recipe.follow_depth(config, 50257, 8)
+    recipe.follow_depth(config, 50257)
     actual = (recipe.width_of(depth), recipe.tokens_of(depth, 50257), config.total_batch_size)
     actual += (config.max_steps, config.learning_rate, config.weight_decay)
     assert actual == BY_HAND[depth]
@@ -27,13 +27,13 @@ def test_settings_follow_the_depth(depth):
     assert shape.n_layer == depth
     assert shape.n_embd == actual[0]
     assert shape.head_dim == 128
-    assert config.micro_batch_size == 16
+    assert config.micro_batch_size == 0
 
 
 def test_given_settings_win_over_computed_ones():
     recipe = load_recipe("speedrun")
     config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
-    recipe.follow_depth(config, 4096, 1)
+    recipe.follow_depth(config, 4096)
     assert config.total_batch_size == 8192
     assert config.max_steps == 3
     assert config.learning_rate == 0.5
