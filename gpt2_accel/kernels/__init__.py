@@ -23,8 +23,6 @@ class KernelChoices:
     # Compile elementwise parts also outside compiled modules: with compilation by block the loss is
     # outside.
     fuse: bool = False
-    # Sum the gradients of biases by matrix products, see `linear`.
-    bias_products: bool = False
 
 
 choices = KernelChoices()

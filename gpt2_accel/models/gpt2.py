@@ -20,7 +20,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from gpt2_accel.config import TrainConfig, check_ranges
-from gpt2_accel.kernels.linear import Linear
 from gpt2_accel.models import LanguageModel, ModelConfig, layers_heads_width
 from gpt2_accel.models.parts import Embedding, Mask, attend
 
@@ -90,7 +89,7 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
 
 
-class StackedLinear(Linear):
+class StackedLinear(nn.Linear):
     """A projection whose weight stacks q, k and v along its rows. Muon updates each separately."""
 
     stacked = 3
@@ -102,7 +101,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_attn = StackedLinear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.n_head = config.n_head
         self.dropout = config.dropout
 
@@ -133,8 +132,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
         self.gelu = config.gelu
 

@@ -109,8 +109,7 @@ def configure_backends(
     """Configures torch and the kernels for the device; `precision` as in Accelerate."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 for fp32 matmuls
-        logits = logits_at_once(total_memory(device), precision)
-        kernels.choose(logits_at_once=logits, bias_products=True)
+        kernels.choose(logits_at_once=logits_at_once(total_memory(device), precision))
     if device.type == "cpu":
         if torch.get_num_threads() > usable_cpus():
             # cpu.yaml sets more threads than there are cores. Only builds with MKL limit them.
