@@ -52,7 +52,7 @@ class Benchmark:
     title: str
     jobs: list[Job]
     updates: int = 1  # per turn
-    alone: bool = False  # each program ends before the next one starts
+    at_once: int | None = None  # programs that run at a time; None for all
 
 
 def training(name: str, batch_size: int | None) -> Benchmark:
@@ -81,6 +81,9 @@ def training(name: str, batch_size: int | None) -> Benchmark:
         jobs = [qwen3, replace(ours, name="gpt2_accel, GPT-2")]
     else:
         jobs = [ours, theirs, plain]
+        if large:
+            ours32 = replace(ours, name="gpt2_accel, fp32 residual stream")
+            jobs = [replace(ours, residual_dtype="bfloat16"), plain, ours32, theirs]
     if name in ("gpt2", "gpt2_64", "tiny"):
         jobs.append(Job("matrix products", "matmul", precision=precision, warmup=1))
     updates = {"baby": 100, "tiny": 5}.get(name, 1)
@@ -91,7 +94,7 @@ def training(name: str, batch_size: int | None) -> Benchmark:
     title = f"{models.get(name, 'a tiny model')}, {batch_size} x {shape['n_positions']:,} tokens"
     if accumulation > 1:
         title += f", accumulated {accumulation} times"
-    return Benchmark(f"{title} per update", jobs, updates, alone=large)
+    return Benchmark(f"{title} per update", jobs, updates, at_once=2 if large else None)
 
 
 def generation(rows: int) -> Benchmark:
@@ -167,7 +170,8 @@ def measure(chosen: Benchmark, rounds: int) -> dict:
         data = Path(name) / "data"
         random_shards(data, chosen.jobs[0].shape["vocab_size"])
         jobs = [replace(job, data_dir=str(data)) for job in chosen.jobs]
-        groups = [[job] for job in jobs] if chosen.alone else [jobs]
+        size = chosen.at_once or len(jobs)
+        groups = [jobs[start : start + size] for start in range(0, len(jobs), size)]
         replies = []
         for number, group in enumerate(groups):
             folder = Path(name, f"group-{number}")

@@ -25,6 +25,7 @@ class Job:
     precision: str = "no"  # "no", "bf16" or "fp16"
     compile: bool = False
     architecture: str = "gpt2"
+    residual_dtype: str = "float32"
     data_dir: str = ""  # folder of token shards
     warmup: int = 2  # updates before the first turn
 

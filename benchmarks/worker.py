@@ -81,6 +81,7 @@ def toolkit(job: Job, folder: str, gate: Gate) -> None:
         data_dir=job.data_dir,
         output_dir=folder,
         micro_batch_size=job.batch_size,
+        residual_dtype=job.residual_dtype,
         total_batch_size=job.tokens,
         learning_rate=LEARNING_RATE,
         beta2=BETA2,

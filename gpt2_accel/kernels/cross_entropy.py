@@ -9,6 +9,8 @@ Shape letters as in `models/gpt2.py`; N = B·T rows.
 """
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +161,7 @@ def chunked_cross_entropy(
     """
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     w = weight.to(x.dtype)
-    gradient_ = fused(scaled_gradient_) if compiled else scaled_gradient_
+    gradient_ = gradient_function(x, compiled, soft_cap)
     transposed = fused(transpose) if compiled else transpose
     on_cpu = x.device.type == "cpu"
     if on_cpu:
@@ -244,6 +246,18 @@ def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | N
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=keep_gradients)
+
+
+def gradient_function(x: torch.Tensor, compiled: bool, soft_cap: float | None) -> Callable:
+    """Returns `scaled_gradient_`, compiled if `compiled`, or a kernel that is faster on a GPU."""
+    if not compiled:
+        return scaled_gradient_
+    if x.is_cuda and soft_cap is None and x.dtype != torch.float64:
+        with suppress(ImportError):  # no Triton
+            from gpt2_accel.kernels.softmax import scaled_softmax_
+
+            return lambda logits, factor, _: scaled_softmax_(logits, factor)
+    return fused(scaled_gradient_)
 
 
 def scaled_gradient_(

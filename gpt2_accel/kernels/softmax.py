@@ -1,0 +1,46 @@
+"""The softmax of the loss as one Triton kernel: each row of logits is replaced by its gradient.
+
+The logits are the largest tensor of training. Inductor's kernel takes three exponentials for each
+of them, this one two. Importing this module needs Triton, which torch for CUDA has.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x · log2(e))
+# Tuned on an H100 with GPT-2's vocabulary.
+BLOCK = 8192
+WARPS = 16
+
+
+@triton.jit
+def kernel(logits, factor, log_sum, stride, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * stride
+    cols = tl.arange(0, BLOCK)
+    m = float("-inf")
+    s = 0.0
+    for start in range(0, V, BLOCK):
+        inside = start + cols < V
+        x = tl.load(base + start + cols, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
+        new = tl.maximum(m, tl.max(x, 0))
+        s = s * tl.exp2(m - new) + tl.sum(tl.exp2(x - new), 0)
+        m = new
+    k = tl.load(factor + row) / s
+    for start in range(0, V, BLOCK):
+        inside = start + cols < V
+        x = tl.load(base + start + cols, mask=inside, other=float("-inf")).to(tl.float32) * LOG2E
+        tl.store(base + start + cols, (tl.exp2(x - m) * k).to(logits.dtype.element_ty), mask=inside)
+    tl.store(log_sum + row, (m + tl.log2(s)) / LOG2E)
+
+
+def scaled_softmax_(logits: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Replaces logits, (rows, V), by softmax · `factor`, (rows, 1) in fp32.
+
+    Returns each row's log-sum-exp, (rows, 1) in fp32.
+    """
+    rows, V = logits.shape
+    log_sum = torch.empty_like(factor)
+    kernel[(rows,)](logits, factor, log_sum, logits.stride(0), V, BLOCK=BLOCK, num_warps=WARPS)
+    return log_sum
