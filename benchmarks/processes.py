@@ -57,6 +57,8 @@ class Job:
         words = ["fp32" if self.precision == "no" else self.precision]
         if self.compile:
             words.append("compiled")
+        if self.residual_dtype == "bfloat16":
+            words.append("bf16 residual stream")
         if self.new_tokens:
             words.append(f"{self.batch_size} at once")
         return ", ".join(words)

@@ -77,6 +77,9 @@ def setup(
         manifest = read_manifest(config.data_dir)
         config.fit_data(manifest)
     check_agreement(config, accelerator, checkpoint)
+    if checkpoint is not None and "residual_dtype" not in config.given:
+        saved = read_state(checkpoint)["settings"]
+        config.residual_dtype = saved.get("residual_dtype", "float32")  # of 0.5 it is fp32
     conversations = bool(manifest.get("sequence_length"))
     torch.manual_seed(config.seed)
     with all_or_none():

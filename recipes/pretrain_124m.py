@@ -48,6 +48,7 @@ class Pretrain124M(TrainConfig):
     resume_from: str | None = "latest"
 
     micro_batch_size: int = 0  # the largest that fits
+    residual_dtype: str = "bfloat16"
     total_batch_size: int = 524_288
     max_steps: int = 19_073
 

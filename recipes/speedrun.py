@@ -71,6 +71,7 @@ class Speedrun(TrainConfig):
     depth: int = setting(20, "layers; width, batch, updates, rate and decay follow from it")
     n_positions: int = 2048
     micro_batch_size: int = 0  # the largest that fits
+    residual_dtype: str = "bfloat16"
     total_batch_size: int = derived("tokens per update; default by the depth")
     max_steps: int = derived("updates; default by the depth")
 

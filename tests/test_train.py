@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_status, losses, refused, reset_accelerate, run
+from conftest import assert_status, losses, read_json, refused, reset_accelerate, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.loader import count_windows, read_window
 from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.models.gpt2 import Block
+from gpt2_accel.runtime.files import write_json
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
@@ -47,6 +49,33 @@ def test_evaluation_turns_dropout_off_and_training_turns_it_on(tiny):
     for line, expected in zip(dropped, plain, strict=True):
         assert line["val/loss"] == pytest.approx(expected["val/loss"], abs=1e-6)
         assert abs(line["train/loss"] - expected["train/loss"]) > 1e-4
+
+
+def test_the_residual_stream_has_its_dtype_and_a_run_of_0_5_keeps_fp32(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    seen = set()
+    forward = Block.forward
+
+    def noted(self, x, *inputs):
+        if self.training:
+            seen.add(x.dtype)
+        return forward(self, x, *inputs)
+
+    monkeypatch.setattr(Block, "forward", noted)
+    wide = losses(run(tiny("wide", max_steps=2)))
+    assert seen == {torch.float32}
+    seen.clear()
+    config = tiny("run", max_steps=2, save_every=1, residual_dtype="bfloat16")
+    narrow = losses(run(config))
+    assert seen == {torch.bfloat16}
+    assert narrow == pytest.approx(wide, abs=0.02)
+    seen.clear()
+    file = tmp_path / "run/checkpoint-1/training_state/state.json"
+    state = read_json(file)
+    del state["settings"]["residual_dtype"]  # as in 0.5
+    write_json(file, state)
+    run(replace(config, output_dir=str(tmp_path / "on"), resume_from=str(file.parents[1])))
+    assert seen == {torch.float32}
 
 
 def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):
