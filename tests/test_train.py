@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_status, losses, read_json, refused, reset_accelerate, run
+from conftest import assert_status, losses, refused, reset_accelerate, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.data.loader import count_windows, read_window
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.models.gpt2 import Block
-from gpt2_accel.runtime.files import write_json
 from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
@@ -70,11 +70,11 @@ def test_the_residual_stream_has_its_dtype_and_a_run_of_0_5_keeps_fp32(tiny, tmp
     assert seen == {torch.bfloat16}
     assert narrow == pytest.approx(wide, abs=0.02)
     seen.clear()
-    file = tmp_path / "run/checkpoint-1/training_state/state.json"
-    state = read_json(file)
+    checkpoint = tmp_path / "run/checkpoint-1"
+    state = read_state(checkpoint)
     del state["settings"]["residual_dtype"]  # as in 0.5
-    write_json(file, state)
-    run(replace(config, output_dir=str(tmp_path / "on"), resume_from=str(file.parents[1])))
+    monkeypatch.setattr("gpt2_accel.setup.read_state", lambda _: state)
+    run(replace(config, output_dir=str(tmp_path / "on"), resume_from=str(checkpoint)))
     assert seen == {torch.float32}
 
 
