@@ -156,4 +156,5 @@ def measured(job: Job, steps: int, devices: int) -> dict:
         return {"remark": f"failed: {str(error).splitlines()[-1]}"}
     tokens = job.tokens * devices
     speed = summary([tokens / reply["seconds"] for reply in replies])
-    return {"tokens_per_second": speed, "memory": replies[-1]["memory"]}
+    columns = {name: replies[-1][name] for name in ("memory", "reserved") if name in replies[-1]}
+    return {"tokens_per_second": speed} | columns

@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "tokens_per_second": ("tokens/s", 1, ",.0f"),
     "targets_per_second": ("counted tokens/s", 1, ",.0f"),
     "memory": ("peak memory, GiB", 2**-30, ".2f"),
+    "reserved": ("reserved, GiB", 2**-30, ".2f"),
     "speed_up": ("speed-up over it", 1, ".2f"),
     "memory_ratio": ("memory relative to it", 1, ".2f"),
     "gain": ("x before", 1, ".2f"),

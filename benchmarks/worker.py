@@ -54,6 +54,8 @@ class Gate:
             torch.accelerator.synchronize(DEVICE)
         seconds = time.perf_counter() - self.begun
         reply = {"seconds": seconds, "memory": peak_memory()} | figures
+        if DEVICE.type == "cuda":
+            reply["reserved"] = torch.cuda.max_memory_reserved(DEVICE)
         print(json.dumps(reply), file=self.replies, flush=True)
         self.left = int(sys.stdin.readline())
         self.begun = time.perf_counter()

@@ -109,8 +109,9 @@ class Run:
         self.stop = StopRequest(config.max_hours)
         self.interrupted = any_rank(accelerator, self._must_stop)
         speed = peak_flops(device_name(accelerator.device))
-        if speed is not None:  # tokens per second at an MFU of 1
+        if speed is not None:
             speed = speed * accelerator.num_processes / self.metadata["flops_per_token"]
+        self.peak_speed = speed  # tokens per second at an MFU of 1; None if unknown
         self.log = RunLog(
             self.run_dir if accelerator.is_main_process else None,
             self.step,

@@ -163,6 +163,7 @@ def doctor(*_: str) -> None:
     from gpt2_accel.hf.model_card import installed_versions
     from gpt2_accel.runtime.device import (
         accelerator_count,
+        attention_order,
         device_name,
         has_bf16,
         inductor_problem,
@@ -181,6 +182,7 @@ def doctor(*_: str) -> None:
     if device.type == "cpu":
         print(missing_gpu())
     print("compiled:", inductor_problem(device) or "yes")
+    print("attention:", *(attention_order(device, deterministic=False) or ["torch's choice"]))
     print("launch config:", *fitting_launch())
 
 

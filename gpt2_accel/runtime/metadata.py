@@ -4,12 +4,17 @@ import subprocess
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.estimate.flops import duration, flops_per_token
+from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
+from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
+from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
 
 if TYPE_CHECKING:
@@ -123,9 +128,29 @@ def start_summary(run: "Run") -> str:
     return (
         f"{about['parameters']:,} parameters on {about['hardware']}, compile backend {compiled}\n"
         f"{about['batch']}\n"
+        f"{speed_choices(run)}\n"
         f"updates {run.step:,} to {run.updates:,}: {about['tokens']:,} tokens, "
         f"{about['epochs']:.3g} epochs, {flops:.2g} FLOPs, into {run.config.output_dir}"
     )
+
+
+def speed_choices(run: "Run") -> str:
+    """Returns what makes the run fast, and the speed to expect on a known GPU, as text."""
+    choices = kernels.choices
+    words = [f"attention by {(choices.sdpa_order or ('torch',))[0].lower()}"]
+    if run.optimizer.param_groups[0].get("fused"):
+        words.append("fused optimizer")
+    if torch.get_float32_matmul_precision() == "high":
+        words.append("TF32")
+    tokens = run.train_loader.micro_batch_size * run.config.tokens_per_sequence
+    logits = tokens * run.empty.config.padded_vocab_size
+    if choices.enabled and run.empty.config.has_plain_head:
+        parts = ceil_div(logits, choices.logits_at_once or LOGITS_AT_ONCE)
+        words.append(f"loss in {parts} parts" if parts > 1 else "loss in one part")
+    if run.peak_speed is not None:
+        speed = TYPICAL_MFU * run.peak_speed
+        words.append(f"about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak")
+    return ", ".join(words)
 
 
 def end_summary(run: "Run") -> str:
