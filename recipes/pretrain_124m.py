@@ -6,13 +6,13 @@
 Data: the sample of FineWeb-Edu with 10 billion tokens, or any prepared data by `--data_dir`. Batch:
 512 sequences x 1,024 tokens = 524,288 tokens per update; 19,073 updates, 10.0B tokens, about one
 epoch. Micro-batches are the largest that fit; on other devices only their number changes. In bf16
-runs the residual stream is in bf16, as llm.c's (docs/performance.md). The settings are those of GPT-3 Small (Brown et al., 2020, table 2.1 and appendix B): peak learning rate
-6e-4, 715 updates (375M tokens) of warmup, cosine decay to a tenth, weight decay 0.1 on matrices and
-embeddings, gradients clipped to norm 1. Expected: a lower validation loss than the 3.2924 of
-OpenAI's 124M on the same data, and a higher HellaSwag accuracy than its .2945 (both measured by
-build-nanogpt). This recipe was not run in full: 10B tokens take 8.6e18 FLOPs, which is 2.4 hours at
-40% of the peak of eight A100s. `--dry_run` estimates this for any launch config and GPU, on any
-machine:
+runs the residual stream is in bf16, as llm.c's (docs/performance.md). The settings are those of
+GPT-3 Small (Brown et al., 2020, table 2.1 and appendix B): peak learning rate 6e-4, 715 updates
+(375M tokens) of warmup, cosine decay to a tenth, weight decay 0.1 on matrices and embeddings,
+gradients clipped to norm 1. Expected: a lower validation loss than the 3.2924 of OpenAI's 124M on
+the same data, and a higher HellaSwag accuracy than its .2945 (both measured by build-nanogpt). This
+recipe was not run in full: 10B tokens take 8.6e18 FLOPs, which is 2.4 hours at 40% of the peak of
+eight A100s. `--dry_run` estimates this for any launch config and GPU, on any machine:
 
     python recipes/pretrain_124m.py --dry_run accelerate_configs/8xa100.yaml A100
 

@@ -4,10 +4,10 @@
         --data_dir data/fineweb_edu_100bt
     accelerate launch --config_file accelerate_configs/8xa100_fsdp2.yaml recipes/pretrain_1558m.py
 
-Batch: 1,024 sequences x 1,024 tokens = 1,048,576 tokens per update; 32,000 updates, 33.6B tokens. Settings: the GPT-3 paper's for its XL model, a batch of 1M tokens and a peak
-learning rate of 2e-4. The config shards weights, gradients and optimizer state over the GPUs
-(FSDP2). Expected: close to OpenAI's 1558M, HellaSwag .4889 per token (measured by llm.c). Not run
-in full here.
+Batch: 1,024 sequences x 1,024 tokens = 1,048,576 tokens per update; 32,000 updates, 33.6B tokens.
+Settings: the GPT-3 paper's for its XL model, a batch of 1M tokens and a peak learning rate of 2e-4.
+The config shards weights, gradients and optimizer state over the GPUs (FSDP2). Expected: close to
+OpenAI's 1558M, HellaSwag .4889 per token (measured by llm.c). Not run in full here.
 """
 
 from dataclasses import dataclass

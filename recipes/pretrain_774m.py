@@ -4,9 +4,9 @@
         --data_dir data/fineweb_edu_100bt
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/pretrain_774m.py
 
-Batch: 512 sequences x 1,024 tokens = 524,288 tokens per update; 57,220 updates, 30.0B tokens. Settings: the GPT-3 paper's for its large model, peak learning rate 2.5e-4.
-Expected: close to OpenAI's 774M, HellaSwag .4320 per token (measured by llm.c). Not run in full
-here.
+Batch: 512 sequences x 1,024 tokens = 524,288 tokens per update; 57,220 updates, 30.0B tokens.
+Settings: the GPT-3 paper's for its large model, peak learning rate 2.5e-4. Expected: close to
+OpenAI's 774M, HellaSwag .4320 per token (measured by llm.c). Not run in full here.
 """
 
 from dataclasses import dataclass
