@@ -252,7 +252,8 @@ def gradient_function(x: torch.Tensor, compiled: bool, soft_cap: float | None) -
     """Returns `scaled_gradient_`, compiled if `compiled`, or a kernel that is faster on a GPU."""
     if not compiled:
         return scaled_gradient_
-    if x.is_cuda and soft_cap is None and x.dtype != torch.float64:
+    nvidia = x.is_cuda and torch.version.hip is None  # a block of 32 warps is too large for AMD
+    if nvidia and soft_cap is None and x.dtype != torch.float64:
         with suppress(ImportError):  # no Triton
             from gpt2_accel.kernels.softmax import scaled_softmax_
 
