@@ -6,9 +6,9 @@
         --output_dir models/chars --tokenizer none
 
 Checkpoints of build-nanogpt are read too. GGUF files are read by transformers, which needs
-`pip install 'gguf>=0.10'`: their weights become fp32, and a large vocabulary takes minutes. The
-directory must be new or empty. transformers, `sample.py` and `--init_from` of every training recipe
-load it.
+`pip install 'gguf>=0.14' 'transformers>=5.23'`: their weights become fp32, and a large vocabulary
+takes minutes. The directory must be new or empty. transformers, `sample.py` and `--init_from` of
+every training recipe load it.
 """
 
 from dataclasses import dataclass

@@ -75,7 +75,7 @@ def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     except Exception as error:  # the libraries raise several types
         raise ValueError(
             f"transformers cannot read {path}: {sentence(error)}; it needs pip install "
-            "'gguf>=0.10', and a GGUF file of a model that it supports"
+            "'gguf>=0.14' 'transformers>=5.23', and a GGUF file of a model that it supports"
         ) from error
     if report["missing_keys"]:
         raise ValueError(f"{path} lacks {min(report['missing_keys'])}: download it again")
