@@ -103,6 +103,7 @@ def files(folder: str) -> list[Path]:
     return [path for path in paths if "__pycache__" not in path.parts]
 
 
+@pytest.mark.skipif(not LONG, reason="in make test-install")
 def test_a_recipe_of_the_installed_wheel_trains(installed, data_dir, tmp_path):
     env = environment(installed)
     (tmp_path / "accelerate.py").write_text("raise ImportError('the wrong accelerate')")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import as_flags, losses, metrics, run
+from conftest import as_flags, long, losses, metrics, run
 from launching import launch
 from transformers import (
     GPT2LMHeadModel,
@@ -83,6 +83,7 @@ def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, start):
 RAMP = [4] * 22 + [8] * 11 + [12] * 7 + [16] * 19 + [12]
 
 
+@long
 def test_a_batch_ramp_equals_a_plain_loop_on_any_number_of_processes(
     tiny, data_dir, start, tmp_path
 ):

@@ -109,7 +109,7 @@ def test_a_mistake_is_beyond_the_tolerance_of_each_precision(mistake, trajectory
     assert all(difference(actual, expected, each) for each in ("fp32", "fp16", "bf16"))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_right_run_is_within_the_tolerance(precision, trajectory, monkeypatch):
     if precision == "fp16":  # which Accelerate does not have on a CPU
 

@@ -13,6 +13,7 @@ import pytest
 from conftest import (
     as_flags,
     hellaswag_items,
+    long,
     losses,
     metrics,
     run,
@@ -135,6 +136,7 @@ def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
         assert "loss.png" in pushed
 
 
+@long
 def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch, capsys):
     server, command = user
     prepare_folder(tmp_path)

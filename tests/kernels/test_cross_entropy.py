@@ -162,7 +162,7 @@ def test_compiled_loss_is_equal():
     inputs = [part.requires_grad_() for part in inputs]
 
     def total(x, weight):
-        return sum(mean_loss(x, weight, targets, case) for case in CHUNKED)
+        return sum(mean_loss(x, weight, targets, case) for case in (CHUNKED[0], CHUNKED[3]))
 
     compiled = torch.compile(total, backend="inductor", fullgraph=True)(*inputs)
     eager = total(*inputs)

@@ -68,7 +68,8 @@ def test_the_chunked_loss_stays_on_its_device(rows, dtype, soft_cap):
         x, weight, targets, 50257, rows, False, soft_cap
     )
     assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
-    assert {part.dtype for part in (sums, grad_x, grad_w)} == {torch.float32}
+    added_up = torch.float32 if rows < len(x) else dtype
+    assert [part.dtype for part in (sums, grad_x, grad_w)] == [torch.float32, dtype, added_up]
     assert grad_x.shape == x.shape
     assert grad_w.shape == weight.shape
 

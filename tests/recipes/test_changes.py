@@ -117,6 +117,7 @@ def test_a_mixture_of_experts_trains_alike_on_one_and_two_processes(change, data
     assert losses(metrics(tmp_path / "two")) == pytest.approx(losses(lines), abs=1e-5)
 
 
+@long
 def test_experts_without_tokens_on_one_rank_or_on_all_do_not_hang(data_dir, tmp_path):
     flags = as_flags(tiny_config(data_dir, tmp_path, micro_batch_size=2))
     launch("tests/changes_script.py", *flags, processes=2, CHANGE="moe", ROUTER="planted")

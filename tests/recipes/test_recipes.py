@@ -7,7 +7,7 @@ import sysconfig
 
 import pytest
 import yaml
-from conftest import make_text, metrics, run_recipe
+from conftest import long, make_text, metrics, run_recipe
 from launching import python
 from test_commands import started_by
 
@@ -52,6 +52,7 @@ def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, t
     assert decay_of(tmp_path / "continued") == 0.3
 
 
+@long
 def test_shakespeare_fast_learns_the_word_frequencies(tmp_path):
     text = tmp_path / "input.txt"
     text.write_text(make_text(3000, 0))

@@ -218,6 +218,7 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     assert_status(tmp_path / "run", state=state, requeue=True)
 
 
+@long
 def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
     """An update of many micro-batches takes seconds: the rest of it is dropped."""
     settings = {"micro_batch_size": 1, "total_batch_size": 1500 * 32, "max_steps": 3}

@@ -42,6 +42,7 @@ from gpt2_accel.data.shards import read_manifest, verify_data
 from gpt2_accel.runtime.files import digest
 
 
+@long
 def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
     kills = times(2, 60)
     rng = random.Random(0)

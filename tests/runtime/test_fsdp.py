@@ -74,6 +74,7 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
 
 
+@long
 def test_muon_trains_and_resumes_as_with_ddp(data_dir, tmp_path):
     """In fp32: equal losses, a resume to the last bit, and resumes from DDP and on one process."""
     settings = {"optimizer": "muon", "lr_schedule": "constant", "max_steps": 12, "save_every": 6}

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import as_flags, read_json, refused, run, status
+from conftest import as_flags, long, read_json, refused, run, status
 from launching import Started, wait_for
 
 from gpt2_accel.config import TRACKERS
@@ -37,6 +37,7 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
+@long
 @needs_all
 def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path, offline):
     import trackio
