@@ -5,7 +5,7 @@ PART ?= tests
 ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions bench gpu docs lint format clean
+.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -69,6 +69,10 @@ test-install: .venv/installed-dev  ## install the wheel and run the notebook in 
 test-versions:  ## part of the tests with the lowest and the newest supported libraries, in build/versions: 15 minutes
 	$(PYTHON) tests/versions.py
 
+test-gpu-code: .venv/installed-dev build/triton  ## without a GPU: bytes of a training step on an H100, the Triton kernel; 3 minutes
+	PYTHONPATH=build/triton $(BIN)/python benchmarks/gpu_code.py
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/kernels/test_softmax.py
+
 test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens and its server: 20 minutes
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
@@ -120,3 +124,6 @@ PIP := $(BIN)/python -m pip --quiet
 	tar -xzf .venv/llama/llama_cpp_python-0.3.36.tar.gz -C .venv/llama --strip-components 2 --wildcards '*/vendor/llama.cpp/*'
 	.venv/llama/bin/python -m pip install --quiet '.venv/llama/llama_cpp_python-0.3.36.tar.gz[server]'
 	touch $@
+
+build/triton:  # torch for a CPU has no Triton; 3.7.1 is the one of torch 2.13
+	$(PIP) install --no-deps --target $@ triton==3.7.1
