@@ -4,7 +4,7 @@
 
 Dynamo and autograd trace the step on a CPU, with tensors without memory. Inductor then gets the
 graphs as if they were an H100's, up to the list of kernels; nothing runs. A kernel reads and writes
-what its loops visit of a tensor, at most the whole tensor, and once what it does not store. So a
+what its loops visit of a tensor, at most the whole tensor; what stays in the kernel is free. So a
 gather, such as the embedding, counts its rows. Bytes per layer are from 2 and 4 layers.
 
 The loss is an operator that the compiler does not see into: each of its operations counts inputs
@@ -124,21 +124,21 @@ def kernel_bytes(kernel: BaseSchedulerNode) -> int:
     """Returns the bytes that a kernel of the graph in `V.graph` reads and writes."""
     parts = kernel.get_nodes()
     names = {part.get_name() for part in parts}
-    not_stored = {
-        buffer.get_name()
-        for part in parts
-        for buffer in part.get_outputs()
+    made = {buffer.get_name(): buffer for part in parts for buffer in part.get_outputs()}
+    passed_on = {
+        name
+        for name, buffer in made.items()
         if all(user.get_name() in names for user in buffer.users)
     }
     # Generated kernels have a StarDep only for the order of writes, extern ones for all tensors.
     kind = StarDep if kernel.is_extern() else MemoryDep
-    reads = {dep for part in parts for dep in part.read_writes.reads}
+    reads = {dep for part in parts for dep in part.read_writes.reads if dep.name not in made}
     writes = {dep for part in parts for dep in part.read_writes.writes}
     total = 0
     for deps in (reads, writes):
         moved: Counter[str] = Counter()
         for dep in deps:
-            if isinstance(dep, kind) and dep.name not in not_stored:
+            if isinstance(dep, kind) and dep.name not in passed_on:
                 moved[dep.name] += visited(dep)
         total += sum(min(moved[name], StarDep(name).numbytes_hint()) for name in moved)
     return total
