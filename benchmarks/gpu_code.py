@@ -80,7 +80,7 @@ class LossBytes(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.is_view or name.startswith(("empty", "new_empty")):
@@ -180,8 +180,10 @@ class Step:
 
     def compile_graph(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Compiles a forward or backward graph; returns a function with outputs of its shapes."""
-        mode = detect_fake_mode(inputs)
-        outputs = torch.fx.map_arg(gm.graph.output_node().args[0], lambda node: node.meta["val"])
+        mode: Any = detect_fake_mode(inputs)
+        outputs: Any = torch.fx.map_arg(
+            gm.graph.output_node().args[0], lambda node: node.meta["val"]
+        )
         direction = "backward" if options.get("is_backward") else "forward"
         self.counts["graphs"] += 1
 
