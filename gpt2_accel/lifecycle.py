@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from gpt2_accel.checkpoint.find import read_status
+from gpt2_accel.checkpoint.find import changed_files, read_status
 from gpt2_accel.checkpoint.writer import write_manifest
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import UnreadableData
@@ -199,7 +199,13 @@ def is_complete(run: Run) -> bool:
     def has_finished() -> bool:
         status = read_status(run_dir)
         finished = status.get("state") == "finished" and status.get("step") == run.step
-        return finished and any(run_dir.glob("model*.safetensors"))
+        problem = None
+        if finished and (run_dir / MODEL_MANIFEST).exists():
+            damaged = changed_files(run_dir, MODEL_MANIFEST, model_only=True)
+            problem = next((text for file, text in damaged if file.startswith("model")), None)
+        if problem:
+            print(f"{run_dir} is damaged: {problem}: its model is written again", flush=True)
+        return finished and not problem and any(run_dir.glob("model*.safetensors"))
 
     if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
         return False

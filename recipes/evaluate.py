@@ -148,9 +148,11 @@ def evaluate(
     tokenizer: "PreTrainedTokenizerBase",
     data: dict[str, list[Item] | Bundle],
     bos: list[int],
+    length: int | None,
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
-    task, for CORE the folder of its bundle. `bos` as in `window_bos`. All ranks call it."""
+    task, for CORE the folder of its bundle. `bos` and `length` are `training_windows`. All ranks
+    call it."""
     shape = model.config
     evaluations: list[Callable[..., dict[str, float]]] = []
     notes: list[str] = []
@@ -169,7 +171,7 @@ def evaluate(
     for split in config.splits:
         assert config.data_dir is not None  # checked by Evaluate
         evaluation, note = prepare_loss(
-            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens, bos
+            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens, bos, length
         )
         evaluations.append(evaluation)
         notes.append(note)
@@ -202,14 +204,19 @@ def open_model(
     return entry, model, tokenizer
 
 
-def window_bos(directory: Path, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Returns the token that replaces the first of each window of text, at most one.
+def training_windows(
+    directory: Path, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[int], int | None]:
+    """Returns the token that replaces the first of each window of text, at most one, and the
+    windows' length in tokens.
 
-    A run has recorded it for its models. For other models it is `added_bos`.
+    A run has recorded them for its models. For other models they are `added_bos` and None.
     """
     trains = (directory / STATE).is_dir()
     record = read_state(directory) if trains else load_saved(directory / "run.json")
-    return record.get("bos", []) if record else added_bos(tokenizer)
+    if not record:
+        return added_bos(tokenizer), None
+    return record.get("bos", []), record.get("sequence_length")
 
 
 def output_file(config: Evaluate, name: str) -> Path | None:
@@ -269,8 +276,8 @@ def main() -> None:
         entry, model, tokenizer = open_model(directory, config.model_class)
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
-        bos = window_bos(local_directory(directory), tokenizer)
-        outcome = evaluate(config, accelerator, model, tokenizer, data, bos)
+        windows = training_windows(local_directory(directory), tokenizer)
+        outcome = evaluate(config, accelerator, model, tokenizer, data, *windows)
         del model
         accelerator.free_memory()
         results, entry["notes"] = outcome

@@ -120,16 +120,18 @@ def prepare_loss(
     split: str,
     max_tokens: int,
     bos: Sequence[int] = (),
+    length: int | None = None,
 ) -> tuple[Callable[..., dict[str, float]], str]:
-    """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, in
-    windows for a model of shape `config`, and a note with their number. `bos` as in `read_window`.
+    """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, and a
+    note with their number. `bos` as in `read_window`. Windows of text have `length` tokens, by
+    default the positions of the shape `config`.
 
     Raises `ValueError` if the data was prepared with another tokenizer, or contains pairs.
     """
     open_hub(data_dir)
     check_pairs(data_dir)
     check_tokenizer(data_dir, tokenizer, "the model")
-    length = read_manifest(data_dir).get("sequence_length") or config.n_positions
+    length = read_manifest(data_dir).get("sequence_length") or length or config.n_positions
     tokens = min(batch_tokens(config.vocab_size), max_tokens)
     loader = EvalLoader(
         open_split(data_dir, split),

@@ -120,4 +120,5 @@ def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
             state[name] = grown
     with torch.device("meta"):
         empty = config.build()
+    empty.generation = model.generation
     return filled(empty, state)

@@ -17,7 +17,13 @@ from safetensors.torch import save_file
 
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.hf import DifferentModel, hub
-from gpt2_accel.hf.any_model import any_config, open_any, with_rows_of_class, write_any
+from gpt2_accel.hf.any_model import (
+    any_config,
+    drop_contradictions,
+    open_any,
+    with_rows_of_class,
+    write_any,
+)
 from gpt2_accel.hf.lora import base_of, load_lora, merged, opening_lines
 from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
@@ -42,7 +48,7 @@ from gpt2_accel.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
@@ -75,13 +81,15 @@ def save_pretrained(
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
-    # A bare pipeline call asks for 256 new tokens, and fails if there are fewer positions.
-    generation = GenerationConfig(
-        max_new_tokens=max(1, min(256, config.n_positions // 2)),
-        do_sample=True,
-        top_k=min(50, config.vocab_size),
-        **({"pad_token_id": ids["eos_token_id"]} | ids),
-    )
+    generation = copy.copy(model.generation)
+    if generation is None:
+        generation = GenerationConfig(
+            # A bare pipeline call asks for 256, and fails if there are fewer positions.
+            max_new_tokens=max(1, min(256, config.n_positions // 2)),
+            do_sample=True,
+            top_k=min(50, config.vocab_size),
+        )
+    generation.update(**({"pad_token_id": ids["eos_token_id"]} | ids))
     if len(ends) > 1:
         generation.eos_token_id = ends
     kind = class_name(type(model))
@@ -215,7 +223,25 @@ def from_pretrained(
     files = weight_files(directory)
     if isinstance(config, AnyConfig):
         return open_any(directory, config)
-    return from_hf(read_tensors(files), config, str(directory))
+    model = from_hf(read_tensors(files), config, str(directory))
+    model.generation = read_generation(directory)
+    return model
+
+
+def read_generation(directory: Path) -> "GenerationConfig | None":
+    """Returns the generation config of a directory, without fields that contradict others, None if
+    there is none. Raises `ValueError` if it is damaged."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        generation = GenerationConfig.from_pretrained(directory)
+    except Exception as error:  # the library raises several types
+        raise ValueError(f"{path} is damaged: {sentence(error)}; copy it again") from error
+    drop_contradictions(generation)
+    return generation
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:

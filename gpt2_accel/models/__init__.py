@@ -148,6 +148,7 @@ class LanguageModel(nn.Module):
     checkpoint_activations = False
     residual_dtype = torch.float32
     aux_coefficient: float | None = None  # weight of the load balancing loss, if there is one
+    generation: Any = None  # the `GenerationConfig` of the directory that it was loaded from
     residual: ClassVar[tuple[str, ...]]  # name endings of projections to the residual stream
 
     def __init__(self, config: ModelConfig):

@@ -201,8 +201,14 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
-        lock = FileLock(folder / LOCK, poll_interval=0.5).acquire(timeout=wait)
+        if wait:
+            with suppress(Timeout):
+                lock.acquire(timeout=0)
+            if not lock.is_locked:
+                print(f"{folder} is in use by another process: waiting for it", flush=True)
+        lock.acquire(timeout=wait)
     except Timeout as error:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another "

@@ -22,7 +22,6 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
-PROCESS = psutil.Process()
 SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
 
 
@@ -69,6 +68,7 @@ class RunLog(AbstractContextManager):
         self._measured = (self.tokens, self.seconds)  # values in the last line of figures
         self._best = 0.0  # tokens per second
         self._said = 0  # lines about the speed
+        self._process = psutil.Process()
         self.resume()
         return self
 
@@ -121,7 +121,7 @@ class RunLog(AbstractContextManager):
         """Prints a line if the speed has halved while other processes use a fifth of a core or
         more, and a line if it recovers: each once in a run."""
         used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
-        others = used - PROCESS.cpu_percent()
+        others = used - self._process.cpu_percent()
         if self._said == 0 and speed < self._best / 2 and others > 20:
             self.print_line(
                 f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other "

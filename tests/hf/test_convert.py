@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 from conftest import peak_of, randomized, read_json, refused, tokenizer_of
+from families import own_shape
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, pipeline
+from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, pipeline
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.config import ARCHITECTURES
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -226,3 +228,19 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_wr
     with refused("257 tokens"):
         save_pretrained(model, tmp_path / "out", byte_tokenizer())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_trained_model_keeps_the_generation_settings_of_its_base(architecture, tmp_path):
+    tokenizer = byte_tokenizer()
+    save_pretrained(own_shape(architecture).build(), tmp_path / "base", tokenizer)
+    given = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    file = tmp_path / "base/generation_config.json"
+    file.write_text(json.dumps(given | {"eos_token_id": 7}))
+    save_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "saved", tokenizer)
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved").to_diff_dict()
+    ids = {"eos_token_id": 256, "pad_token_id": 256}
+    assert saved.items() >= (given | ids).items()
+    file.write_text("{")
+    with refused("generation_config.json is damaged"):
+        from_pretrained(tmp_path / "base")

@@ -54,6 +54,7 @@ def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
     assert a.wait(120) == 0
     files = contents(tmp_path / "run")
     assert b.wait(120) == 1
+    assert "is in use by another process: waiting for it" in log_of(second)
     assert "learning_rate 0.01 -> 0.1" in log_of(second)
     assert contents(tmp_path / "run") == files
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 901))

@@ -86,7 +86,7 @@ def test_a_slow_machine_is_named_once_and_once_when_it_has_recovered(tmp_path, m
     now = [0.0]
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(log.psutil, "cpu_percent", lambda: 100.0)
-    monkeypatch.setattr(log.PROCESS, "cpu_percent", lambda: 0.0)
+    monkeypatch.setattr(log.psutil.Process, "cpu_percent", lambda _: 0.0)
     run = RunLog(tmp_path, 0, 20, lambda step: 100 * step, None).__enter__()
     for step, seconds in enumerate([1, 1, 3, 4, 2, 5, 1, 4, 1, 9], 1):
         now[0] += seconds
