@@ -81,7 +81,7 @@ def save_pretrained(
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
-    generation = copy.copy(model.generation)
+    generation = copy.copy(getattr(model, "generation", None))
     if generation is None:
         generation = GenerationConfig(
             # A bare pipeline call asks for 256, and fails if there are fewer positions.
