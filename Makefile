@@ -22,12 +22,12 @@ chat: .venv/installed  ## a model that answers questions about Python's library:
 	@$(FINISHED) runs/chat_python/status.json
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
 
-test: .venv/installed-dev  ## run the tests: offline, on CPU, four at a time, since they often wait
-	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 coverage: .venv/installed-dev  ## measure which lines the tests run, into build/coverage/; slower than `make test`
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 4 --dist worksteal
+	$(BIN)/coverage run -m pytest --numprocesses 3 --dist worksteal
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet
 

@@ -192,20 +192,24 @@ def export_model(run: Run) -> None:
 def is_complete(run: Run) -> bool:
     """Whether nothing is left to train and the final model is written. If so, prints that.
 
-    Raises `ValueError` if settings were given that the complete run does not have.
+    Raises `ValueError` if settings were given that the complete run does not have, or if its model
+    was changed since.
     """
     run_dir = run.run_dir
 
     def has_finished() -> bool:
         status = read_status(run_dir)
         finished = status.get("state") == "finished" and status.get("step") == run.step
-        problem = None
-        if finished and (run_dir / MODEL_MANIFEST).exists():
-            damaged = changed_files(run_dir, MODEL_MANIFEST, model_only=True)
-            problem = next((text for file, text in damaged if file.startswith("model")), None)
-        if problem:
-            print(f"{run_dir} is damaged: {problem}: its model is written again", flush=True)
-        return finished and not problem and any(run_dir.glob("model*.safetensors"))
+        if not (finished and any(run_dir.glob("model*.safetensors"))):
+            return False
+        if (run_dir / MODEL_MANIFEST).exists():
+            for file, problem in changed_files(run_dir, MODEL_MANIFEST, model_only=True):
+                if file.startswith("model"):
+                    raise ValueError(
+                        f"{run_dir} is complete, but {problem}: delete {file}, and the same "
+                        "command writes it again"
+                    )
+        return True
 
     if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
         return False
