@@ -194,7 +194,7 @@ def test_resume_with_fewer_max_steps_finishes_a_stopped_run(tiny, tmp_path):
     assert_status(tmp_path, state="stopped", reason="max_hours", requeue=True)
     assert not (tmp_path / "model.safetensors").exists()
     assert signals.exit_code == 0
-    run(tiny(max_steps=2, **settings))
+    run(tiny(max_steps=1, **settings))
     assert_status(tmp_path, state="finished", step=step, requeue=False)
     newest = weights_digest(tmp_path / f"checkpoint-{step}")
     assert weights_digest(tmp_path) == newest
