@@ -1,7 +1,6 @@
 """The summary of `--dry_run`: parameters, tokens, FLOPs, memory, time. No Accelerator is built."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from accelerate.utils import parse_flag_from_env
@@ -69,11 +68,10 @@ def estimate_run(config: TrainConfig) -> str:
     state = state_bytes(config, model, devices if launch.is_fsdp2 else 1, on_cpu)
     size = config.micro_batch_size
     if not size:  # `auto`
-        planned = replace(launch, use_cpu=on_cpu)
-        each_free = available / devices if on_cpu else available
-        reserved = sum(state.values())
-        fitting = fitting_sizes(config, shape, planned, each_free, reserved, logits)
-        size = fitting[-1] if fitting else 1
+        launch.use_cpu = on_cpu
+        free = available / devices if on_cpu else available
+        fitting = fitting_sizes(config, shape, launch, free, sum(state.values()), logits)
+        size = max(fitting, default=1)
     size, note = config.fit_micro_batch(size, devices)
     activations = activation_bytes(config, shape, precision, size, logits)
     memory = state | {"activations": activations}

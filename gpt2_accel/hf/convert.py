@@ -230,16 +230,12 @@ def from_pretrained(
 
 def read_generation(directory: Path) -> "GenerationConfig | None":
     """Returns the generation config of a directory, without fields that contradict others, None if
-    there is none. Raises `ValueError` if it is damaged."""
+    there is none. Raises `OSError` if it is damaged."""
     from transformers import GenerationConfig
 
-    path = directory / "generation_config.json"
-    if not path.is_file():
+    if not (directory / "generation_config.json").is_file():
         return None
-    try:
-        generation = GenerationConfig.from_pretrained(directory)
-    except Exception as error:  # the library raises several types
-        raise ValueError(f"{path} is damaged: {sentence(error)}; copy it again") from error
+    generation = GenerationConfig.from_pretrained(directory)
     drop_contradictions(generation)
     return generation
 

@@ -203,30 +203,31 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
     try:
-        if wait:
-            with suppress(Timeout):
-                lock.acquire(timeout=0)
-            if not lock.is_locked:
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+        if not lock.is_locked:
+            if wait:
                 print(f"{folder} is in use by another process: waiting for it", flush=True)
-        lock.acquire(timeout=wait)
+            lock.acquire(timeout=wait)
     except Timeout as error:
         raise OSError(
             f"{folder} is in use by another process: wait for it to end, or choose another "
             "--output_dir"
         ) from error
     held = lock_id(folder)
-    with lock:
-        try:
-            remove_leftovers(folder)
-            yield
-        except BaseException:
-            with suppress(OSError):
-                still_held = lock_id(folder) == held  # False: another process locks a new folder
-                if created and still_held and [path.name for path in folder.iterdir()] == [LOCK]:
-                    (folder / LOCK).unlink()
-                    for path in created:
-                        path.rmdir()
-            raise
+    try:
+        remove_leftovers(folder)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            still_held = lock_id(folder) == held  # False: another process locks a new folder
+            if created and still_held and [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                for path in created:
+                    path.rmdir()
+        raise
+    finally:
+        lock.release()
 
 
 def lock_id(folder: str | Path) -> int | None:

@@ -242,5 +242,5 @@ def test_a_trained_model_keeps_the_generation_settings_of_its_base(architecture,
     ids = {"eos_token_id": 256, "pad_token_id": 256}
     assert saved.items() >= (given | ids).items()
     file.write_text("{")
-    with refused("generation_config.json is damaged"):
+    with refused("generation_config.json"):
         from_pretrained(tmp_path / "base")
