@@ -204,7 +204,7 @@ def is_complete(run: Run) -> bool:
             return False
         if (run_dir / MODEL_MANIFEST).exists():
             for file, problem in changed_files(run_dir, MODEL_MANIFEST, model_only=True):
-                if file.startswith("model"):
+                if file.endswith(".safetensors"):
                     raise ValueError(
                         f"{run_dir} is complete, but {problem}: delete {file}, and the same "
                         "command writes it again"

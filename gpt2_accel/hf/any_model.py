@@ -92,6 +92,18 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     return AnyModel(shape, inner.train())
 
 
+def read_generation(directory: Path) -> "GenerationConfig | None":
+    """Returns the generation config of a directory, without fields that contradict others, None if
+    there is none. Raises `OSError` if it is damaged."""
+    from transformers import GenerationConfig
+
+    if not (directory / "generation_config.json").is_file():
+        return None
+    generation = GenerationConfig.from_pretrained(directory)
+    drop_contradictions(generation)
+    return generation
+
+
 def drop_contradictions(generation: "GenerationConfig") -> list[str]:
     """Resets the fields that `transformers` would refuse to save, and returns their names.
 

@@ -19,8 +19,8 @@ from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.hf import DifferentModel, hub
 from gpt2_accel.hf.any_model import (
     any_config,
-    drop_contradictions,
     open_any,
+    read_generation,
     with_rows_of_class,
     write_any,
 )
@@ -48,7 +48,7 @@ from gpt2_accel.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
@@ -226,18 +226,6 @@ def from_pretrained(
     model = from_hf(read_tensors(files), config, str(directory))
     model.generation = read_generation(directory)
     return model
-
-
-def read_generation(directory: Path) -> "GenerationConfig | None":
-    """Returns the generation config of a directory, without fields that contradict others, None if
-    there is none. Raises `OSError` if it is damaged."""
-    from transformers import GenerationConfig
-
-    if not (directory / "generation_config.json").is_file():
-        return None
-    generation = GenerationConfig.from_pretrained(directory)
-    drop_contradictions(generation)
-    return generation
 
 
 def load_weights(model: LanguageModel, directory: Path) -> None:
