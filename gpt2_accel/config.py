@@ -7,7 +7,7 @@ A recipe subclasses `TrainConfig` to change defaults or to add its own settings,
 import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
 
 import yaml
 
@@ -22,6 +22,9 @@ from gpt2_accel.runtime.options import (
     suggestion,
     true_or_false,
 )
+
+if TYPE_CHECKING:
+    from gpt2_accel.data.source import Data
 
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
@@ -226,15 +229,18 @@ class TrainConfig:
         if n_positions < self.n_positions and not given:
             self.sequence_length = n_positions
 
-    def fit_data(self, manifest: dict[str, Any]) -> None:
+    def fit_data(self, data: "Data") -> None:
         """Sets `rows`, and `max_steps` to `epochs` passes over the data, if `epochs` is given.
 
-        Raises `ValueError` if that is 2^63 or more.
+        Windows of a fixed length set `sequence_length`, if it is not given. Raises `ValueError` if
+        the run has 2^63 updates or more.
         """
-        self.rows = 2 if manifest.get("pairs") else 1
+        self.rows = 2 if data.pairs else 1
+        fixed = data.sequence_length
+        if self.sequence_length is None and fixed not in (None, self.n_positions):
+            self.sequence_length = fixed
         if self.epochs is not None:
-            tokens = manifest["splits"]["train"]["tokens"]
-            self.max_steps = max(1, round(self.epochs * tokens / self.total_batch_size))
+            self.max_steps = max(1, round(self.epochs * data.tokens / self.total_batch_size))
             check_ranges(self, positive="max_steps")
 
     def fit_micro_batch(self, size: int, processes: int) -> tuple[int, str | None]:

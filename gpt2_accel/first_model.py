@@ -11,7 +11,7 @@ import torch
 
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
-from gpt2_accel.data.shards import check_tokenizer, read_manifest, read_parts
+from gpt2_accel.data.source import Data
 from gpt2_accel.hf.chat_template import extends, with_rows
 from gpt2_accel.hf.convert import (
     configured_shape,
@@ -33,26 +33,26 @@ NewModel = Callable[[Any, PreTrainedTokenizerBase], torch.nn.Module]
 
 def build_model(
     config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     checkpoint: Path | None,
     given: "torch.nn.Module | NewModel | None",
 ) -> LanguageModel:
     """Builds a new model, or loads the model of `checkpoint`, otherwise of `config.init_from`.
 
-    `given` is the user's model, which gets their weights. `tokenizer` is the data's tokenizer.
-    Raises `ValueError` if the model does not fit it, the sequence length or the configured shape.
+    `given` is the user's model, which gets their weights. Raises `ValueError` if the model does not
+    fit the data's tokenizer, the sequence length or the configured shape.
     """
     source = checkpoint or config.init_from
     if config.lora and (source is None or given is not None):
         raise ValueError(NEEDS_MODEL)
-    users = None if given is None else users_model(config, tokenizer, given)
+    users = None if given is None else users_model(config, data.tokenizer, given)
     if source is None:
-        model = users or configured_shape(config, len(tokenizer)).build()
+        model = users or configured_shape(config, len(data.tokenizer)).build()
     else:
         verify = checkpoint is None  # `find_checkpoint` has verified that
         directory = verified_directory(source, verify, "use another checkpoint")
         merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
-        model = load_model(config, tokenizer, Path(local_directory(directory)), users, merge)
+        model = load_model(config, data, Path(local_directory(directory)), users, merge)
     n_positions = model.config.n_positions
     config.fit_positions(n_positions)
     length = config.tokens_per_row
@@ -91,16 +91,17 @@ def users_model(
 
 def load_model(
     config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
     source: Path,
     given: LanguageModel | None,
     merge: bool,
 ) -> LanguageModel:
     """Loads the model of a directory, or its weights into the `given` model.
 
-    For conversations it gets rows for tokens that only the data's `tokenizer` has. Raises
+    For conversations it gets rows for tokens that only the data's tokenizer has. Raises
     `ValueError` if it does not fit the tokenizer or the settings.
     """
+    tokenizer = data.tokenizer
     if given is None and is_custom(source):  # its code is the user's
         given = configured_shape(config, len(tokenizer)).build()
     if given is not None:
@@ -119,16 +120,15 @@ def load_model(
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         source_tokenizer = load_tokenizer(source)
-        packed = read_manifest(config.data_dir).get("sequence_length")
-        if given is None and packed and extends(tokenizer, source_tokenizer):
+        if given is None and data.chat and extends(tokenizer, source_tokenizer):
             rows = range(len(source_tokenizer), len(tokenizer))
             model = with_rows(model, len(source_tokenizer), len(tokenizer))
         else:
-            check_tokenizer(config.data_dir, source_tokenizer, source)
+            data.check_tokenizer(source_tokenizer, source)
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
     if model.config.vocab_size < len(tokenizer):
         raise ValueError(
-            f"{source} has a vocabulary of {model.config.vocab_size}, but {config.data_dir} was "
+            f"{source} has a vocabulary of {model.config.vocab_size}, but {data.name} was "
             f"tokenized with one of {len(tokenizer)}: prepare the text with a tokenizer of at most "
             "as many tokens, in another --data_dir"
         )
@@ -167,17 +167,17 @@ def adapt(model: LanguageModel, config: TrainConfig) -> None:
         model.aux_coefficient = config.router_aux_loss
 
 
-def document_separator(data_dir: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def document_separator(data: Data) -> int:
     """Returns the token id that separates the documents of the data.
 
     Raises `ValueError` if there is none, if the tokenizer does not know it, as in data of 0.4, or
     if the parts of a mixture have different ones.
     """
-    separators = {part["tokenizer"]["end_of_text"] for _, part, _ in read_parts(data_dir)}
-    begin, end = document_marks(tokenizer)
-    if len(separators) > 1 or not separators <= set(begin + end):
+    begin, end = document_marks(data.tokenizer)
+    separators = data.separators & {*begin, *end}
+    if len(data.separators) != 1 or not separators:
         raise ValueError(
-            f"document_mask needs a token that separates all documents, and {data_dir} has none: "
+            f"document_mask needs a token that separates all documents, and {data.name} has none: "
             "leave it out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
         )
-    return separators.pop()
+    return min(separators)

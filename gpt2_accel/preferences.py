@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from gpt2_accel.data.loader import Batch, EvalLoader, open_split
-from gpt2_accel.data.shards import folder_of
+from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.evals.validation import per_window
 from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.rounding import round_up
@@ -118,7 +117,7 @@ class Preferences:
             # Another name than in 0.5, which rounded them to bf16.
             dtype = run.config.dtype.replace("bfloat16", "bf16")
             self.file = f"{self.prefix}{precision}-{dtype}.safetensors"
-        path = folder_of(run.config.data_dir) / self.file
+        path = run.data.folder / self.file
         found = on_main_process(lambda: read_reference(path))
         if not found:
             if run.step:
@@ -146,9 +145,9 @@ class Preferences:
         """
         tables = {}
         train = run.train_loader
-        for split in ("train", "val"):
+        for split, parts in (("train", run.data.train), ("val", run.data.val)):
             loader = EvalLoader(
-                open_split(run.config.data_dir, split),
+                parts,
                 batch_size=train.micro_batch_size,
                 max_tokens=2**62,
                 sequence_length=train.sequence_length,

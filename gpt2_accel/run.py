@@ -29,7 +29,7 @@ from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.config import SHAPE, TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
 from gpt2_accel.data.prefetch import PrefetchLoader
-from gpt2_accel.data.shards import data_fingerprint
+from gpt2_accel.data.source import Data
 from gpt2_accel.evals.validation import Measure, validation_loss
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.models import LanguageModel
@@ -64,11 +64,11 @@ class Run:
 
     config: TrainConfig
     accelerator: Accelerator
+    data: Data
     model: torch.nn.Module  # prepared by Accelerate
     optimizer: torch.optim.Optimizer  # prepared
     objective: Objective
     measure: Measure  # how the validation loss is computed
-    tokenizer: PreTrainedTokenizerBase  # the data's tokenizer
     empty: LanguageModel  # the model without memory, see `models.skeleton`
     train_loader: TrainLoader  # this rank's batches
     val_loader: EvalLoader | None  # None if nothing is evaluated
@@ -87,7 +87,7 @@ class Run:
         self._order = {
             "seed": config.seed,
             "sequence_length": config.tokens_per_sequence,
-            "data": data_fingerprint(config.data_dir),
+            "data": self.data.fingerprint,
         }
         self._saved_step: int | None = None
         self._wants_save = False  # this rank wants a checkpoint
@@ -124,6 +124,11 @@ class Run:
         self.writer = CheckpointWriter(config, self.files, self.log.print_line)
         steps = range(self.step, self.updates)
         self.loader = PrefetchLoader(self.train_loader, self.schedule, steps, accelerator.device)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the data."""
+        return self.data.tokenizer
 
     @property
     def step(self) -> int:

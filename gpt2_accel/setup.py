@@ -1,6 +1,6 @@
 """Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,8 @@ from gpt2_accel.callbacks import (
 )
 from gpt2_accel.checkpoint.find import find_checkpoint, read_state
 from gpt2_accel.config import PATHS, TrainConfig
-from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader, open_split
-from gpt2_accel.data.shards import (
-    check_pairs,
-    data_fingerprint,
-    load_data_tokenizer,
-    read_manifest,
-    read_parts,
-)
+from gpt2_accel.data.loader import Batch, EvalLoader, TrainLoader
+from gpt2_accel.data.source import Data, open_data
 from gpt2_accel.estimate.memory import fitting_batch_size
 from gpt2_accel.evals.core import Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -55,117 +49,167 @@ CORE_ITEMS = 500  # items per task in training; nanochat has the same
 def setup(
     config: TrainConfig,
     accelerator: Accelerator,
+    data: "Data | Callable[[Any], Data] | None",
     model: "torch.nn.Module | NewModel | None",
     objective: Objective,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer],
-    callbacks: Sequence[Any],
+    callbacks: Iterable[Any],
 ) -> Run:
     """Builds a run, and loads its state if it resumes. `train` describes the arguments.
 
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work
     together.
     """
-    for callback in callbacks:
+    users = list(callbacks)
+    for callback in users:
         check_callback(callback)
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
-    pairs = getattr(objective, "pairs", False)
     with all_or_none():
-        open_hub(config.data_dir)
-        check_pairs(config.data_dir, wanted=pairs)
-        manifest = read_manifest(config.data_dir)
-        config.fit_data(manifest)
-    check_agreement(config, accelerator, checkpoint)
-    if checkpoint is not None and "residual_dtype" not in config.given:
-        saved = read_state(checkpoint)["settings"]
-        config.residual_dtype = saved.get("residual_dtype", "float32")  # of 0.5 it is fp32
-    conversations = bool(manifest.get("sequence_length"))
+        data = find_data(config, data)
+        data.check_pairs(wanted=getattr(objective, "pairs", False))
+        config.fit_data(data)
+    check_agreement(config, accelerator, data, checkpoint)
+    saved = read_state(checkpoint) if checkpoint else {}
+    if saved and "residual_dtype" not in config.given:  # of 0.5 it is fp32
+        config.residual_dtype = saved["settings"].get("residual_dtype", "float32")
     torch.manual_seed(config.seed)
     with all_or_none():
-        tokenizer = load_data_tokenizer(config.data_dir)
-        bos = added_bos(tokenizer) if config.init_from else []
-        if checkpoint is not None:  # of 0.5 it has no record
-            bos = read_state(checkpoint).get("bos", [])
-        prompts = sample_prompts(config, tokenizer, conversations)
-        plain = build_model(config, tokenizer, checkpoint, model)
+        bos = added_bos(data.tokenizer) if config.init_from else []
+        if saved:  # of 0.5 it has no record
+            bos = saved.get("bos", [])
+        prompts = sample_prompts(config, data)
+        plain = build_model(config, data, checkpoint, model)
         adapt(plain, config)
-        if config.residual_dtype != "float32":
-            if accelerator.mixed_precision == "bf16" and not isinstance(plain, AnyModel):
-                plain.residual_dtype = torch.bfloat16
-            elif "residual_dtype" in config.given:
-                accelerator.print(
-                    "--residual_dtype has no effect without --mixed_precision bf16, and on classes "
-                    "of transformers"
-                )
-        if config.document_mask and not conversations:
-            plain.separator = document_separator(config.data_dir, tokenizer)
-        if config.document_mask or conversations:
-            # DDP splits compiled graphs to overlap its reductions. It cannot split those with
-            # FlexAttention.
-            torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
-    for remark in remarks(config):
-        accelerator.print(remark)
-    if isinstance(plain, AnyModel):
-        accelerator.print(plain.config.note)
-        if config.lora:
-            accelerator.print(describe_lora(plain))
-        packed = [m for _, m, _ in read_parts(config.data_dir) if m.get("packed", conversations)]
-        if config.document_mask or (packed and not pairs):
-            check_documents(plain, config, accelerator)
+        set_stream(plain, config, accelerator)
+        separate_documents(plain, config, data)
+    describe_model(plain, config, accelerator, data)
     empty = skeleton(plain)
     prepared, prepared_optimizer = prepare_model(accelerator, plain, optimizer(plain, config))
     measure = getattr(objective, "measure", token_losses)
     if accelerator.num_processes > 1:
         objective = through_prepared(objective, prepared)
-    size = config.micro_batch_size
-    if not size:  # `auto`
-        saved = read_state(checkpoint).get("micro_batch") if checkpoint else None
-        if saved and saved["processes"] == accelerator.num_processes:
-            size = saved["size"]
-        else:
-            size = fitting_batch_size(
-                config, accelerator, prepared, objective, packed=conversations
-            )
-        accelerator.print(f"micro_batch_size {size}: the largest that fits into memory")
-    size, note = config.fit_micro_batch(size, accelerator.num_processes)
-    if note:
-        accelerator.print(note)
+    size = choose_micro_batch(
+        config, accelerator, prepared, objective, saved.get("micro_batch"), data
+    )
     with all_or_none():
-        train_loader, val_loader = build_loaders(config, accelerator, size, bos)
-    if bos and not conversations:
-        accelerator.print(f"each window of text begins with {tokenizer.bos_token}")
+        train_loader, val_loader = build_loaders(config, accelerator, data, size, bos)
+    if bos and data.sequence_length is None:
+        accelerator.print(f"each window of text begins with {data.tokenizer.bos_token}")
     evaluations = build_evaluations(
-        config, accelerator, plain.config, tokenizer, val_loader, measure
+        config, accelerator, plain.config, data.tokenizer, val_loader, measure
     )
     return Run(
         config,
         accelerator,
+        data,
         prepared,
         prepared_optimizer,
         objective,
         measure,
-        tokenizer,
         empty,
         train_loader,
         val_loader,
-        list(callbacks) + default_callbacks(config, accelerator, evaluations, prompts, checkpoint),
+        users + default_callbacks(config, accelerator, evaluations, prompts, saved),
         checkpoint,
     )
 
 
-def sample_prompts(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, conversations: bool
-) -> list[Prompt]:
+def find_data(config: TrainConfig, data: "Data | Callable[[Any], Data] | None") -> Data:
+    """Returns the data of the run: the user's, or the prepared data of `data_dir`.
+
+    Raises `ValueError` if the user gives something else.
+    """
+    if data is None:
+        open_hub(config.data_dir)
+        return open_data(config.data_dir)
+    if not isinstance(data, Data):
+        data = data(config)
+    if not isinstance(data, Data):
+        raise ValueError(
+            f"data is a {type(data).__name__}: give a Data, or a function of the settings that "
+            "returns one"
+        )
+    return data
+
+
+def set_stream(model: LanguageModel, config: TrainConfig, accelerator: Accelerator) -> None:
+    """Sets the dtype of the residual stream, or prints that it has no effect."""
+    if config.residual_dtype == "float32":
+        return
+    if accelerator.mixed_precision == "bf16" and not isinstance(model, AnyModel):
+        model.residual_dtype = torch.bfloat16
+    elif "residual_dtype" in config.given:
+        accelerator.print(
+            "--residual_dtype has no effect without --mixed_precision bf16, and on classes of "
+            "transformers"
+        )
+
+
+def separate_documents(model: LanguageModel, config: TrainConfig, data: Data) -> None:
+    """Sets the token that separates documents, if attention stays inside them."""
+    if config.document_mask and not data.chat:
+        model.separator = document_separator(data)
+    if config.document_mask or data.chat or data.packed:
+        # DDP splits compiled graphs to overlap its reductions. It cannot split those with
+        # FlexAttention.
+        torch._dynamo.config.optimize_ddp = not kernels.choices.block_masks
+
+
+def describe_model(
+    model: LanguageModel, config: TrainConfig, accelerator: Accelerator, data: Data
+) -> None:
+    """Prints remarks on settings and model.
+
+    Raises `ValueError` if a class of `transformers` does not keep documents in a row apart.
+    """
+    for remark in remarks(config):
+        accelerator.print(remark)
+    if isinstance(model, AnyModel):
+        accelerator.print(model.config.note)
+        if config.lora:
+            accelerator.print(describe_lora(model))
+        if config.document_mask or data.packed:
+            check_documents(model, config, accelerator)
+
+
+def choose_micro_batch(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    objective: Objective,
+    saved: dict[str, int] | None,
+    data: Data,
+) -> int:
+    """Returns the micro-batch in sequences per device, and prints it if it is not as given.
+
+    `saved` is that of the run that is resumed.
+    """
+    size = config.micro_batch_size
+    if not size:  # `auto`
+        if saved and saved["processes"] == accelerator.num_processes:
+            size = saved["size"]
+        else:
+            documents = data.chat or data.packed
+            size = fitting_batch_size(config, accelerator, model, objective, documents)
+        accelerator.print(f"micro_batch_size {size}: the largest that fits into memory")
+    size, note = config.fit_micro_batch(size, accelerator.num_processes)
+    if note:
+        accelerator.print(note)
+    return size
+
+
+def sample_prompts(config: TrainConfig, data: Data) -> list[Prompt]:
     """Returns the prompts of the run's samples: texts, or the user's turns in conversations.
 
     Raises `ValueError` for a prompt that cannot be encoded, before the first sample.
     """
     prompts: list[Prompt] = []
     for text in config.sample_prompts:
-        prompt = user_turn(text) if conversations else text
+        prompt = user_turn(text) if data.chat else text
         if config.sample_every:
-            encode_prompt(tokenizer, prompt)
+            encode_prompt(data.tokenizer, prompt)
         prompts.append(prompt)
     return prompts
 
@@ -193,12 +237,14 @@ def default_callbacks(
     accelerator: Accelerator,
     evaluations: list[tuple[int, Callable[..., dict[str, float]]]],
     prompts: list[Prompt],
-    checkpoint: Path | None,
+    saved: dict[str, Any],
 ) -> list[Any]:
-    """Returns the callbacks that follow the user's callbacks, in the order of their calls."""
+    """Returns the callbacks that follow the user's callbacks, in the order of their calls.
+
+    `saved` is the state of the checkpoint that the run resumes, or empty.
+    """
     callbacks: list[Any] = [Figures(), Evaluations(evaluations), Samples(prompts)]
-    saved = read_state(checkpoint)["settings"] if checkpoint else {}
-    if config.init_from or saved.get("init_from"):
+    if config.init_from or (saved and saved["settings"].get("init_from")):
         callbacks.append(Kept())
     if config.profile:
         name = f"trace-{accelerator.process_index}.json"
@@ -238,14 +284,15 @@ def through_prepared(objective: Objective, prepared: torch.nn.Module) -> Objecti
     return checked
 
 
-def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None) -> None:
+def check_agreement(
+    config: TrainConfig, accelerator: Accelerator, data: Data, checkpoint: Path | None
+) -> None:
     """Raises `ValueError` if the processes have different settings, data or checkpoints.
 
     Paths may differ between nodes.
     """
     values = {f.name: getattr(config, f.name) for f in fields(TrainConfig) if f.name not in PATHS}
-    with all_or_none():
-        values["data"] = data_fingerprint(config.data_dir)
+    values["data"] = data.fingerprint
     values["checkpoint"] = str(checkpoint) if checkpoint and checkpoint.exists() else None
     expected = on_main_process(lambda: values)
     with all_or_none():
@@ -259,11 +306,15 @@ def check_agreement(config: TrainConfig, accelerator: Accelerator, checkpoint: P
 
 
 def build_loaders(
-    config: TrainConfig, accelerator: Accelerator, micro_batch_size: int, bos: list[int]
+    config: TrainConfig,
+    accelerator: Accelerator,
+    data: Data,
+    micro_batch_size: int,
+    bos: list[int],
 ) -> tuple[TrainLoader, EvalLoader | None]:
     """Builds the loaders of this rank's sequences, for training and validation.
 
-    `bos` as in `read_window`. The second is None if nothing is evaluated. Raises `ValueError` if
+    `bos` as in `Windows`. The second is None if nothing is evaluated. Raises `ValueError` if
     a split does not exist.
     """
     common = {
@@ -273,7 +324,7 @@ def build_loaders(
         "bos": bos,
     }
     train_loader = TrainLoader(
-        open_split(config.data_dir, "train"),
+        data.split("train"),
         micro_batch_size=micro_batch_size,
         seed=config.seed,
         **common,
@@ -281,7 +332,7 @@ def build_loaders(
     if not config.eval_every:
         return train_loader, None
     val_loader = EvalLoader(
-        open_split(config.data_dir, "val"),
+        data.split("val"),
         batch_size=micro_batch_size,
         max_tokens=config.eval_tokens,
         **common,

@@ -5,7 +5,7 @@ evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`,
 end of a run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, hash64
+from gpt2_accel.data.source import Data
 from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
@@ -22,7 +23,7 @@ from gpt2_accel.run import Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import build_accelerator, clip_gradients, close
 from gpt2_accel.runtime.device import seed_generators
 from gpt2_accel.runtime.signals import is_first, lasting_output
-from gpt2_accel.setup import setup
+from gpt2_accel.setup import find_data, setup
 
 
 def next_token_loss(model: torch.nn.Module, batch: Batch) -> Loss:
@@ -40,17 +41,19 @@ def next_token_loss(model: torch.nn.Module, batch: Batch) -> Loss:
 def train(
     config: TrainConfig,
     *,
+    data: "Data | Callable[[Any], Data] | None" = None,
     model: torch.nn.Module | NewModel | None = None,
     objective: Objective = next_token_loss,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] = build_optimizer,
-    callbacks: Sequence[Any] = (),
+    callbacks: Iterable[Any] = (),
 ) -> bool:
     """Trains a model with the settings of `config`.
 
     Hardware and precision come from the Accelerate config. Checkpoints, logs and the final model,
     an HF directory, go to `config.output_dir`. All ranks call it.
 
-    Four parts can be replaced:
+    Parts that can be replaced:
+    - `data`: a `Data`, or a function of the settings that returns one; by default `data_dir`;
     - `model`: a module with the attributes that docs/change.md lists, or a function that builds
       one from the settings and the data's tokenizer;
     - `objective`: a function of the prepared model, which it must call, and a micro-batch. It
@@ -66,12 +69,12 @@ def train(
     """
     if config.dry_run:
         if is_first("RANK"):
-            print(estimate_run(config))
+            print(estimate_run(config, data and find_data(config, data)))
         return False
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)
         with lock_run_dir(config):
-            run = setup(config, accelerator, model, objective, optimizer, callbacks)
+            run = setup(config, accelerator, data, model, objective, optimizer, callbacks)
             finished = is_complete(run)
             if not finished:
                 with started(run):

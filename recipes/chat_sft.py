@@ -165,10 +165,11 @@ def find_model(config: ChatSFT, pairs: bool) -> str:
             f"--model, or make them by {command} FILE_OR_HUB_ID --model MODEL --sequence_length "
             f"1024 --data_dir {shlex.quote(str(folder))}"
         )
-    if not read_manifest(folder).get("sequence_length"):
+    manifest = read_manifest(folder)
+    if not manifest.get("sequence_length"):
         raise ValueError(f"{folder} holds text, not conversations: prepare some by {command}")
     if config.init_from is None:
-        parts = read_parts(folder)
+        parts = read_parts(folder, manifest)
         folder, name = next((part, found["model"]) for part, found, _ in parts if "model" in found)
         if (folder / name).is_dir():
             name = os.path.relpath(folder / name)

@@ -31,6 +31,7 @@ from gpt2_accel.checkpoint.find import (
 )
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
+from gpt2_accel.data.source import open_data
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -39,6 +40,7 @@ from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.results import add_entry, markdown, read_record, result_rows
 from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel
@@ -170,8 +172,10 @@ def evaluate(
         notes += task.notes
     for split in config.splits:
         assert config.data_dir is not None  # checked by Evaluate
+        open_hub(config.data_dir)
+        prepared = open_data(config.data_dir)
         evaluation, note = prepare_loss(
-            accelerator, tokenizer, shape, config.data_dir, split, config.eval_tokens, bos, length
+            accelerator, tokenizer, shape, prepared, split, config.eval_tokens, bos, length
         )
         evaluations.append(evaluation)
         notes.append(note)

@@ -56,10 +56,9 @@ from gpt2_accel.data.rows import ROW_SUFFIXES, row_suffix
 from gpt2_accel.data.shards import (
     HUB,
     TOKEN_ID,
-    load_data_tokenizer,
     read_manifest,
-    verify_data,
 )
+from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.sources import (
     Source,
     corpus_files,
@@ -413,17 +412,15 @@ def summarize(manifest: dict) -> None:
 
 def show(data_dir: str) -> None:
     """Prints the source, tokenizer and counts of prepared data, and the beginning of each split."""
-    from gpt2_accel.data.loader import open_split  # imports torch
-
     manifest = read_manifest(data_dir)
-    tokenizer = load_data_tokenizer(data_dir)
+    data = open_data(data_dir)
     name = manifest["tokenizer"].get("name")
-    print(f"{manifest['source']}; tokenizer {name} of {len(tokenizer):,} tokens")
+    print(f"{manifest['source']}; tokenizer {name} of {len(data.tokenizer):,} tokens")
     summarize(manifest)
     for split in manifest["splits"]:
-        for stream, _ in open_split(data_dir, split):
+        for stream, _ in data.split(split):
             ids = stream.read(0, min(SHOWN_TOKENS, stream.tokens)) & int(TOKEN_ID)
-            print(f"{split} begins with {tokenizer.decode(ids.tolist())!r}")
+            print(f"{split} begins with {data.tokenizer.decode(ids.tolist())!r}")
 
 
 def verify(data_dir: str) -> None:

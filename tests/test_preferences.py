@@ -28,8 +28,9 @@ from safetensors.torch import load_file
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import Batch, TrainLoader, open_split
+from gpt2_accel.data.loader import Batch, TrainLoader
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
+from gpt2_accel.data.source import open_data
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.preferences import Preferences, answer_log_probabilities
 from gpt2_accel.tokenizer import load_tokenizer
@@ -159,7 +160,7 @@ def by_trl(trl, start, rows, loss_type, folder):
 def in_order(pairs, rows):
     """Returns the rows of the first 20 updates of 4 pairs, in the order of training."""
     loader = TrainLoader(
-        open_split(pairs, "train"), micro_batch_size=4, seed=1337,
+        open_data(pairs).split("train"), micro_batch_size=4, seed=1337,
         sequence_length=TokenStream(pairs, "train").sequence_length,
     )  # fmt: skip
     tokenizer = load_tokenizer(pairs / "tokenizer")
@@ -252,7 +253,7 @@ def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
     run_recipe("chat_dpo", *settings(start, tmp_path / "run", data=file, max_steps=1))
     [data] = (tmp_path / "run").glob("data-*")
     loader = TrainLoader(
-        open_split(data, "train"), micro_batch_size=4, seed=1337, sequence_length=128
+        open_data(data).split("train"), micro_batch_size=4, seed=1337, sequence_length=128
     )
     [batch] = loader.update(0, 4)
     model = AutoModelForCausalLM.from_pretrained(start)

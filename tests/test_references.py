@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.source import open_data
 from gpt2_accel.generation.sampling import Sampling, sample_next
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -50,7 +51,7 @@ def plain_losses(start, data_dir, sizes, updates):
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-5)
     loader = TrainLoader(
-        open_split(data_dir, "train"), sequence_length=32, micro_batch_size=4, seed=1337
+        open_data(data_dir).split("train"), sequence_length=32, micro_batch_size=4, seed=1337
     )
     expected = []
     seen = 0

@@ -28,7 +28,8 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import list_checkpoints
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.source import open_data
 from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.comparison import ModelFiles
@@ -276,7 +277,7 @@ def test_an_update_does_not_depend_on_how_it_is_divided(how, chats, chat_model, 
     """The update by hand, with unequal numbers of counted targets and two calls of the model."""
     model = from_pretrained(chat_model)
     loader = TrainLoader(
-        open_split(chats, "train"), sequence_length=64, micro_batch_size=8, seed=1337
+        open_data(chats).split("train"), sequence_length=64, micro_batch_size=8, seed=1337
     )
     batch = next(loader.update(0, 8))
     counted = batch.targets != -100

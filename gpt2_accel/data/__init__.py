@@ -1,1 +1,5 @@
-"""Data: tokenizes text into shards on disk, and loads them in training order."""
+"""Data: preparation, shards, sources, and the loaders of a run."""
+
+from gpt2_accel.data.source import Data, counted
+
+__all__ = ["Data", "counted"]

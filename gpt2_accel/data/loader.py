@@ -1,8 +1,6 @@
 """Data loaders; the training order is a function of the seed and the step.
 
-A sample is a window of `sequence_length` tokens and the token after it; a window of conversations
-holds all of its targets. With `bos` that token replaces the first input of each window of text: a
-model whose tokenizer begins texts with BOS expects it there. The targets stay the same.
+A sample is a window of a source (`source.py`). Prepared data is read by `Windows`.
 
 The position of a window in the training order is computed: there is no shuffle buffer, no index in
 memory and no state to save. Each update reads the next positions over all ranks, so the order does
@@ -12,22 +10,15 @@ In a mixture each data set has its own order. `locate` computes the data set at 
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from gpt2_accel.data.shards import (
-    COUNTS,
-    STARTS,
-    TOKEN_ID,
-    TokenStream,
-    UnreadableData,
-    read_parts,
-)
+from gpt2_accel.data.shards import COUNTS, STARTS, TOKEN_ID, TokenStream, UnreadableData
 from gpt2_accel.optim import halved
 from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.files import sentence
@@ -39,7 +30,7 @@ class Batch(NamedTuple):
     input_ids, targets: (B, T) int64; targets that do not count are -100.
     documents: (B, T) int64, the number of each token's conversation in its row; None for text.
     divisor: a rank divides the mean loss of a micro-batch by it. The sum over the ranks is then the
-        mean over all counted targets, or all pairs, of the update.
+        mean over all counted targets, or all pairs, of the update. Infinite if none counts.
     numbers: (B,) int64, the windows' numbers in their data set.
     """
 
@@ -167,67 +158,73 @@ def locate(
     return sets, places
 
 
-def open_split(data_dir: str | Path, split: str) -> list[tuple[TokenStream, float]]:
-    """Opens a split of a data folder, or of each folder of a mixture.
+class Windows:
+    """The windows of a split of prepared data, a source.
 
-    Returns the streams with their normalized weights. Raises `ValueError` if it does not exist.
+    A window of text has `sequence_length` tokens and the token after it; a window of conversations
+    holds all of its targets. `bos`, at most one token, replaces the first input of each window of
+    text: a model whose tokenizer begins texts with BOS expects it there. The targets stay the same.
+
+    Raises `ValueError` if there is no window, or if the windows of conversations have another
+    length.
     """
-    return [(TokenStream(folder, split), weight) for folder, _, weight in read_parts(data_dir)]
 
-
-def count_windows(stream: TokenStream, sequence_length: int) -> int:
-    """Returns the number of windows of `sequence_length` inputs in a split.
-
-    Raises `ValueError` if there is none, or if the windows of conversations have another length.
-    """
-    if stream.sequence_length is not None:
-        if stream.sequence_length != sequence_length:
+    def __init__(self, stream: TokenStream, sequence_length: int, bos: Sequence[int] = ()):
+        self.stream = stream
+        self.sequence_length = sequence_length
+        self.bos = bos
+        self.documents = stream.sequence_length is not None
+        self.windows = (stream.tokens - (not self.documents)) // sequence_length
+        if stream.sequence_length not in (None, sequence_length):
             raise ValueError(
                 f"{stream.data_dir} holds conversations in windows of {stream.sequence_length} "
                 f"tokens, not {sequence_length}: give --sequence_length {stream.sequence_length}, "
                 "or prepare them again"
             )
-        return stream.tokens // sequence_length
-    windows = (stream.tokens - 1) // sequence_length
-    if windows < 1:
-        raise ValueError(
-            f"{stream.data_dir}, split {stream.split!r}, holds {stream.tokens} tokens, too few for "
-            f"one sequence of {sequence_length} and its next token: add text, or lower "
-            "--n_positions or --sequence_length"
-        )
-    return windows
+        if self.windows < 1:
+            raise ValueError(
+                f"{stream.data_dir}, split {stream.split!r}, holds {stream.tokens} tokens, too few "
+                f"for one sequence of {sequence_length} and its next token: add text, or lower "
+                "--n_positions or --sequence_length"
+            )
 
+    def __len__(self) -> int:
+        return self.windows
 
-def read_window(
-    stream: TokenStream, window: int, sequence_length: int, bos: Sequence[int] = ()
-) -> np.ndarray:
-    """Returns inputs, targets and documents of a window, (3, sequence_length) int64.
+    def __getitem__(self, window: int) -> np.ndarray:
+        """Returns inputs, targets and documents of a window, (3, sequence_length) int64.
 
-    The documents of text are 0. `bos`, at most one token, replaces the first input of text.
-    """
-    start = window * sequence_length
-    if stream.sequence_length is None:
-        tokens = stream.read(start, sequence_length + 1)
-        tokens[: len(bos)] = bos
-        return np.stack((tokens[:-1], tokens[1:], np.zeros_like(tokens[1:])))
-    tokens = stream.read(start, sequence_length)
-    ids = tokens & TOKEN_ID
-    counted = np.where(tokens & COUNTS, ids, -100)
-    return np.stack((ids, np.append(counted[1:], -100), (tokens & STARTS != 0).cumsum()))
+        The documents of text are 0.
+        """
+        start = window * self.sequence_length
+        if not self.documents:
+            tokens = self.stream.read(start, self.sequence_length + 1)
+            tokens[: len(self.bos)] = self.bos
+            return np.stack((tokens[:-1], tokens[1:], np.zeros_like(tokens[1:])))
+        tokens = self.stream.read(start, self.sequence_length)
+        ids = tokens & TOKEN_ID
+        counted = np.where(tokens & COUNTS, ids, -100)
+        return np.stack((ids, np.append(counted[1:], -100), (tokens & STARTS != 0).cumsum()))
+
+    def counts(self, window: int) -> int:
+        """Returns the number of targets of a window that count, or 1 for a pair of answers."""
+        targets = self.stream.targets
+        return self.sequence_length if targets is None else int(targets[window])
 
 
 @dataclass(eq=False)
 class Loader:
     """Reads the batches of rank `rank` of `world_size`; base of the two loaders.
 
-    `parts` are data sets with their weights, from `open_split`. `packed`: one of them holds
-    conversations, so batches have `documents`. `bos` as in `read_window`.
+    `parts` are `Data.train` or `Data.val`: data sets with their weights. Those of text are read
+    in windows of `sequence_length` tokens with `bos`, as in `Windows`. `documents`: batches have
+    documents.
 
     `problem` is the first error of a read. After it nothing more is read, all tokens are 0, and
     `end` raises it after the last batch: until then all ranks run the same collectives.
     """
 
-    parts: Sequence[tuple[TokenStream, float]]
+    parts: Sequence[tuple[Any, float]]
     _: KW_ONLY
     sequence_length: int
     rank: int = 0
@@ -235,9 +232,11 @@ class Loader:
     bos: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.streams = [stream for stream, _ in self.parts]
-        self.set_windows = [count_windows(s, self.sequence_length) for s in self.streams]
-        self.packed = any(stream.sequence_length for stream in self.streams)
+        self.sources = [source for source, _ in self.parts]
+        for number, source in enumerate(self.sources):
+            if isinstance(source, TokenStream):
+                self.sources[number] = Windows(source, self.sequence_length, self.bos)
+        self.documents = any(source.documents for source in self.sources)
         self.problem: UnreadableData | None = None
 
     def read(self, samples: np.ndarray) -> Batch:
@@ -248,14 +247,13 @@ class Loader:
         windows = np.zeros((3, len(samples), self.sequence_length), np.int64)
         try:
             if self.problem is None:
-                for row, (i, window) in enumerate(samples.tolist()):
-                    stream = self.streams[i]
-                    windows[:, row] = read_window(stream, window, self.sequence_length, self.bos)
+                for row, (number, window) in enumerate(samples.tolist()):
+                    windows[:, row] = self.sources[number][window]
         except (OSError, ValueError) as error:
             self.problem = UnreadableData(sentence(error))
         input_ids, targets, documents = torch.from_numpy(windows)
         numbers = torch.from_numpy(samples[:, 1])
-        return Batch(input_ids, targets, documents if self.packed else None, numbers=numbers)
+        return Batch(input_ids, targets, documents if self.documents else None, numbers=numbers)
 
     def end(self) -> None:
         """Raises the `problem`, if there is one."""
@@ -277,7 +275,7 @@ class TrainLoader(Loader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.windows = sum(self.set_windows)
+        self.windows = sum(source.windows for source in self.sources)
         self.ordered = functools.lru_cache(maxsize=4)(self.order_block)
 
     def micro_batches(self, sequences: int) -> int:
@@ -298,15 +296,14 @@ class TrainLoader(Loader):
         """
         size = sequences // self.world_size // self.micro_batches(sequences)
         samples = self.samples(first, sequences)
-        counted = np.full(sequences, self.sequence_length)  # what each window counts
-        for i, stream in enumerate(self.streams):
-            if stream.targets is not None:
-                of_stream = samples[:, 0] == i
-                counted[of_stream] = stream.targets[samples[of_stream, 1]]
+        counted = np.array([self.sources[n].counts(window) for n, window in samples.tolist()])
         for begin in range(self.rank * size, sequences, self.world_size * size):
             mine = slice(begin, begin + size)
-            divisor = int(counted.sum()) / (self.world_size * int(counted[mine].sum()))
-            yield self.read(samples[mine])._replace(divisor=divisor)
+            batch = self.read(samples[mine])
+            own = self.world_size * int(counted[mine].sum())
+            if not own:
+                batch.targets[0, 0] = 0  # it has no weight; the mean of no target would be NaN
+            yield batch._replace(divisor=int(counted.sum()) / own if own else math.inf)
         self.end()
 
     def samples(self, first: int, count: int) -> np.ndarray:
@@ -328,7 +325,7 @@ class TrainLoader(Loader):
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
             here = sets == number
-            size = self.set_windows[number]
+            size = self.sources[number].windows
             epochs, places_in = np.divmod(places[here], size)
             windows[here] = shuffled(places_in, size, self.seed + number, epochs)
         return np.stack((sets, windows), axis=1)
@@ -357,17 +354,18 @@ class EvalLoader(Loader):
         super().__post_init__()
         samples = []
         counts = []
-        for i, windows in enumerate(self.set_windows):
-            most = int(self.max_tokens * self.parts[i][1]) // self.sequence_length
-            counts.append(min(windows, max(1, most)))
+        for i, (source, (_, weight)) in enumerate(zip(self.sources, self.parts, strict=True)):
+            most = int(self.max_tokens * weight) // self.sequence_length
+            counts.append(min(source.windows, max(1, most)))
             samples += [(i, window) for window in range(counts[i])]
         self.windows = len(samples)
         self.numbers = np.arange(self.rank, self.windows, self.world_size)
         self.mine = np.array(samples)[self.numbers]
         self.rounds = ceil_div(self.windows, self.world_size * self.batch_size)
         self.bytes_per_token = None
-        ratios = [stream.bytes / stream.tokens for stream in self.streams if stream.bytes]
-        if len(ratios) == len(self.streams):
+        known = [source for source, _ in self.parts if getattr(source, "bytes", None)]
+        if len(known) == len(self.parts):
+            ratios = [stream.bytes / stream.tokens for stream in known]
             self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -10,10 +10,10 @@ from typing import Any
 from gpt2_accel.data.shards import (
     DATA_MANIFEST,
     MANIFEST_FORMAT,
-    check_pairs,
     check_same,
     read_manifest,
 )
+from gpt2_accel.data.source import check_pairs
 from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
@@ -30,10 +30,10 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
     manifests = {}
     parts = []
     for folder, weight in weights.items():
-        manifests[Path(folder)] = read_manifest(folder)
-        if "mixture" in read_manifest(folder):
+        manifest = manifests[Path(folder)] = read_manifest(folder)
+        if "mixture" in manifest:
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-        check_pairs(folder)
+        check_pairs(folder, bool(manifest.get("pairs")))
         parts.append({"data_dir": os.path.relpath(folder, data_dir), "weight": weight})
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
@@ -46,7 +46,7 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
             for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
                 counts = [entry[count] for entry in entries]
                 splits[name][count] = None if None in counts else sum(counts)
-    manifest: dict[str, Any] = {"format": MANIFEST_FORMAT}
+    manifest = {"format": MANIFEST_FORMAT}
     for name in ("version", "tokenizer", "dtype", "sequence_length"):
         manifest[name] = newest.get(name)
     manifest["source"] = " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items())

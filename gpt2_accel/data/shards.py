@@ -50,7 +50,6 @@ it, and no shards; its version is 2 if a part has version 2.
 """
 
 import hashlib
-import json
 import os
 import struct
 from collections.abc import Mapping
@@ -62,9 +61,8 @@ import numpy as np
 
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.runtime.files import check_pointer, parse_json, plain_name, sync
-from gpt2_accel.runtime.progress import progress
 from gpt2_accel.runtime.recipe_command import recipe_command
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint, load_tokenizer
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 MAGIC = b"GPT2TOKS"
 VERSION = 1
@@ -212,13 +210,14 @@ class TokenStream:
     """One split of a data folder as one long array of tokens, across its shards.
 
     All shards are checked when it is opened. `tokens` is the length, `bytes` the UTF-8 bytes of the
-    text (None if unknown), `vocab_size` the size of the vocabulary. `sequence_length` is the length
-    of the windows of conversations, and `targets`, (windows,) int64, what each window counts; both
-    are None for text. Raises `ValueError` if the split does not exist.
+    text (None if unknown), `unknown` the characters of the folder that its tokenizer does not give
+    back, `vocab_size` the size of the vocabulary. `sequence_length` is the length of the windows of
+    conversations, and `targets`, (windows,) int64, what each window counts; both are None for text.
+    Raises `ValueError` if the split does not exist.
     """
 
-    def __init__(self, data_dir: str | Path, split: str):
-        manifest = read_manifest(data_dir)
+    def __init__(self, data_dir: str | Path, split: str, manifest: dict | None = None):
+        manifest = manifest or read_manifest(data_dir)
         splits = manifest["splits"]
         if split not in splits:
             raise ValueError(f"{data_dir} has no split {split!r}, only {', '.join(splits)}")
@@ -227,6 +226,7 @@ class TokenStream:
         self.split = split
         self.tokens: int = entry["tokens"]
         self.bytes: int | None = entry["bytes"]
+        self.unknown: int = manifest.get("unknown") or 0
         self.shards: list[dict] = entry["shards"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.sequence_length: int | None = manifest.get("sequence_length")
@@ -268,100 +268,20 @@ class TokenStream:
         return np.concatenate(pieces)
 
 
-# A data folder
-
-
-def data_fingerprint(data_dir: str | Path) -> str:
-    """Returns the SHA-256 (hex) of a data folder's tokenizer, splits and shard checksums."""
-    manifest = read_manifest(data_dir)
-    content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"]]
-    if "mixture" in manifest:
-        for folder, _, weight in read_parts(data_dir):
-            content += [weight, data_fingerprint(folder)]
-    return text_digest(json.dumps(content, sort_keys=True))
-
-
-def load_data_tokenizer(data_dir: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of prepared data.
-
-    Raises `FileNotFoundError` if it is missing, `ValueError` if it did not make the tokens.
-    """
-    manifest = read_manifest(data_dir)
-    folder = folder_of(data_dir) / "tokenizer"
-    tokenizer = load_tokenizer(folder)
-    same = fingerprint(tokenizer) == manifest["tokenizer"]["fingerprint"]
-    if not same or manifest.get("template") not in (None, template_digest(tokenizer)):
-        raise ValueError(
-            f"{folder} is not the tokenizer that made the tokens of {data_dir}, by the manifest: "
-            "restore that tokenizer, or prepare the data again"
-        )
-    return tokenizer
-
-
-def check_pairs(data_dir: str | Path, wanted: bool = False) -> None:
-    """Raises `ValueError` unless the data holds pairs of answers exactly if they are `wanted`."""
-    has_pairs = bool(read_manifest(data_dir).get("pairs"))
-    if has_pairs and not wanted:
-        raise ValueError(
-            f"{data_dir} holds pairs of a better and a worse answer: train on them by "
-            "chat_dpo.py, and take other data for this"
-        )
-    if wanted and not has_pairs:
-        raise ValueError(
-            f"{data_dir} holds no pairs of answers: prepare some by "
-            f"{recipe_command('prepare-data', 'chat')} FILE --pairs"
-        )
-
-
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Returns the SHA-256 (hex) of a tokenizer's chat template."""
     return text_digest(str(tokenizer.chat_template))
 
 
-def check_tokenizer(
-    data_dir: str | Path, tokenizer: "PreTrainedTokenizerBase", model: str | Path
-) -> None:
-    """Raises `ValueError` if the data was not made with `tokenizer`, the tokenizer of `model`."""
-    if fingerprint(tokenizer) != read_manifest(data_dir)["tokenizer"]["fingerprint"]:
-        raise ValueError(
-            f"{data_dir} was tokenized with another tokenizer than {model} has: prepare the text "
-            "with the model's tokenizer, in another --data_dir"
-        )
-
-
-def verify_data(data_dir: str | Path) -> int:
-    """Checks the checksums of all shards and the tokenizer; returns the number of shards.
-
-    Raises `ValueError` if a shard or the tokenizer has changed.
-    """
-    load_data_tokenizer(data_dir)
-    shards = []
-    for folder, manifest, _ in read_parts(data_dir):
-        shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
-    for folder, kind, shard in progress(shards, "verifying", len(shards)):
-        read_shard(folder, TOKEN_DTYPES[kind], shard, 0, 0)
-        path = folder / shard["file"]
-        with open(path, "rb") as file:
-            file.seek(HEADER.size)
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                raise ValueError(
-                    f"{path} does not match its checksum: remove the folder and prepare or pull "
-                    "the data again"
-                )
-    return len(shards)
-
-
 # Mixtures
 
 
-def read_parts(data_dir: str | Path) -> list[tuple[Path, dict, float]]:
+def read_parts(folder: Path, manifest: dict) -> list[tuple[Path, dict, float]]:
     """Returns the parts of a mixture: folder, manifest and weight; the weights sum to 1.
 
-    Other data is one part, the folder itself. Raises `FileNotFoundError` without a manifest, and
-    `ValueError` if a manifest is damaged or a part has changed since it was mixed.
+    Other data is one part, the folder itself with its manifest. Raises `FileNotFoundError` or
+    `ValueError` if the manifest of a part is missing or damaged, or has changed since it was mixed.
     """
-    folder = folder_of(data_dir)
-    manifest = read_manifest(data_dir)
     if "mixture" not in manifest:
         return [(folder, manifest, 1.0)]
     weights = {folder / part["data_dir"]: part["weight"] for part in manifest["mixture"]}

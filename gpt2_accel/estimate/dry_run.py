@@ -6,7 +6,8 @@ from pathlib import Path
 from accelerate.utils import parse_flag_from_env
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
+from gpt2_accel.data.shards import DATA_MANIFEST
+from gpt2_accel.data.source import Data, open_data
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.estimate.memory import (
     HEAP,
@@ -36,19 +37,19 @@ from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 DEVICES = ("A100", "H100", "H200")  # default GPUs
 
 
-def estimate_run(config: TrainConfig) -> str:
+def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
     """Returns the summary of a run as text: parameters, tokens, FLOPs, memory and time.
 
     `config.dry_run` has a launch config (a file, or the name of a shipped one; default the launch
     of this process) and a key of `GPUS`. Without a GPU's name it plans for the memory of the first
-    of `DEVICES`, or of a CPU if the launch uses one. Sets the length of the run in `config`. Reads
-    only the manifest of the data.
+    of `DEVICES`, or of a CPU if the launch uses one. `data` are those of `config.data_dir` if they
+    are not given. Sets the length of the run in `config`.
 
     Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch
     cannot be divided among the processes.
     """
     launch, gpu = read_words(config.dry_run)
-    vocab_size, data = set_length(config)
+    vocab_size, amount = set_length(config, data)
     shape = model_shape(config, vocab_size)
     model = planned_model(config, shape)
     config.fit_positions(shape.n_positions)
@@ -84,7 +85,7 @@ def estimate_run(config: TrainConfig) -> str:
     of_gpu = f" of {readable_size(GPUS[gpu].memory)}" if gpu else ""
     lines = [
         f"model         {shape.parameter_count:,} parameters{used}",
-        f"data          {config.data_dir}: {data}",
+        f"data          {data.name if data else config.data_dir}: {amount}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{sharded}",
         f"memory        {readable_size(needed)} per device{of_gpu}: {in_words(memory)}; "
@@ -103,14 +104,14 @@ def estimate_run(config: TrainConfig) -> str:
     return "\n".join(lines)
 
 
-def set_length(config: TrainConfig) -> tuple[int, str]:
+def set_length(config: TrainConfig, data: Data | None) -> tuple[int, str]:
     """Sets the length of a run by its data, and returns the vocabulary size and the number of
     tokens as text. Raises `ValueError` for `epochs` of data that is not prepared."""
-    if (Path(config.data_dir) / DATA_MANIFEST).exists():
-        manifest = read_manifest(config.data_dir)
-        config.fit_data(manifest)
-        tokens = manifest["splits"]["train"]["tokens"]
-        return manifest["tokenizer"]["vocab_size"], f"{tokens:,} tokens"
+    if data is None and (Path(config.data_dir) / DATA_MANIFEST).exists():
+        data = open_data(config.data_dir)
+    if data is not None:
+        config.fit_data(data)
+        return len(data.tokenizer), f"{data.tokens:,} tokens"
     if config.epochs is not None:
         raise ValueError(
             f"--epochs needs the size of the data, and {config.data_dir} is not prepared yet: give "

@@ -4,24 +4,17 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from gpt2_accel.data.loader import Batch, EvalLoader, open_split
+from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.prefetch import prefetch
-from gpt2_accel.data.shards import (
-    UnreadableData,
-    check_pairs,
-    check_tokenizer,
-    read_manifest,
-    read_parts,
-)
+from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.data.source import Data
 from gpt2_accel.evals.formulas import mean_loss, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
-from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
@@ -116,25 +109,24 @@ def prepare_loss(
     accelerator: Accelerator,
     tokenizer: "PreTrainedTokenizerBase",
     config: ModelConfig,
-    data_dir: str | Path,
+    data: Data,
     split: str,
     max_tokens: int,
     bos: Sequence[int] = (),
     length: int | None = None,
 ) -> tuple[Callable[..., dict[str, float]], str]:
     """Returns `validation_loss` on the first `max_tokens` tokens of a split of prepared data, and a
-    note with their number. `bos` as in `read_window`. Windows of text have `length` tokens, by
-    default the positions of the shape `config`.
+    note with their number. `bos` as in `Windows`. Windows of text have `length` tokens, by default
+    the positions of the shape `config`.
 
     Raises `ValueError` if the data was prepared with another tokenizer, or contains pairs.
     """
-    open_hub(data_dir)
-    check_pairs(data_dir)
-    check_tokenizer(data_dir, tokenizer, "the model")
-    length = read_manifest(data_dir).get("sequence_length") or length or config.n_positions
+    data.check_pairs()
+    data.check_tokenizer(tokenizer, "the model")
+    length = data.sequence_length or length or config.n_positions
     tokens = min(batch_tokens(config.vocab_size), max_tokens)
     loader = EvalLoader(
-        open_split(data_dir, split),
+        data.split(split),
         sequence_length=length,
         batch_size=max(1, tokens // length),
         max_tokens=max_tokens,
@@ -142,12 +134,13 @@ def prepare_loss(
         world_size=accelerator.num_processes,
         bos=bos,
     )
-    total = sum(stream.tokens for stream in loader.streams)
+    streams = [stream for stream, _ in loader.parts]
+    total = sum(stream.tokens for stream in streams)
     note = (
-        f"{split}: the first {loader.windows * length:,} of {total:,} tokens of {data_dir}, in "
+        f"{split}: the first {loader.windows * length:,} of {total:,} tokens of {data.name}, in "
         f"windows of {length:,}"
     )
-    unknown = sum(part.get("unknown") or 0 for _, part, _ in read_parts(data_dir))
+    unknown = sum(stream.unknown for stream in streams)
     if unknown:
         note += f"; {LOSSY.format(unknown)}"
     return partial(validation_loss, loader=loader, prefix=split), note

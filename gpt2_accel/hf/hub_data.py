@@ -8,7 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gpt2_accel.data.shards import HUB, folder_of, read_manifest, verify_data
+from gpt2_accel.data.shards import HUB, folder_of, read_manifest
+from gpt2_accel.data.source import verify_data
 from gpt2_accel.hf.hub import check_push, push
 from gpt2_accel.runtime.files import check_unused, first_line, write_file
 

@@ -9,13 +9,13 @@ import torch
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
-from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
 from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
+from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:
     from gpt2_accel.run import Run
@@ -35,7 +35,6 @@ def describe_run(run: "Run") -> dict:
     accelerator = run.accelerator
     loader = run.train_loader
     shape = unwrap(accelerator, run.model).config
-    manifest = read_manifest(config.data_dir)
     main = accelerator.is_main_process
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
@@ -53,7 +52,7 @@ def describe_run(run: "Run") -> dict:
     return {
         "run_id": run.state.run_id,
         "parameters": shape.parameter_count,
-        "tokenizer": manifest["tokenizer"]["fingerprint"],
+        "tokenizer": fingerprint(run.tokenizer),
         "flops_per_token": flops_per_token(shape, config.tokens_per_row),
         "updates": run.updates,
         "tokens": tokens,
@@ -62,7 +61,7 @@ def describe_run(run: "Run") -> dict:
         "sequence_length": length,
         "bos": loader.bos,
         "epochs": tokens / length / loader.windows,
-        "data": f"{manifest['source']} ({manifest['splits']['train']['tokens']:,} tokens)",
+        "data": run.data.description,
         "hardware": f"{hardware}, {precision_name(accelerator.mixed_precision)}",
         "changes": run.state.changes,
         "git_commit": git_commit() if main else None,

@@ -26,7 +26,7 @@ from gpt2_accel.data.conversations import (
     left_out,
     prepare_conversations,
 )
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
@@ -35,9 +35,8 @@ from gpt2_accel.data.shards import (
     COUNTS,
     STARTS,
     TOKEN_ID,
-    load_data_tokenizer,
-    verify_data,
 )
+from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
 ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text())
@@ -88,8 +87,8 @@ def prepared(chat_base, folder, rows=None, template=None, tokenizer=None, **opti
 
 def stored(folder, split):
     """Returns the ids of each conversation of a split, without padding, and which ids count."""
-    (stream, _), *_ = open_split(folder, split)
-    padding = load_data_tokenizer(folder).pad_token_id
+    (stream, _), *_ = open_data(folder).split(split)
+    padding = open_data(folder).tokenizer.pad_token_id
     rows = []
     for window in stream.read(0, stream.tokens).reshape(-1, stream.sequence_length):
         assert window[0] & STARTS
@@ -158,7 +157,7 @@ UNMARKED = LINES.replace("{% generation %}", "").replace("{% endgeneration %}", 
 def test_a_line_end_after_a_turn_does_not_count(chat_base, template, tmp_path):
     rows = [{"messages": row["messages"] * 2} for row in chat_rows(20)]
     prepared(chat_base, tmp_path, rows, template, sequence_length=128)
-    decode = load_data_tokenizer(tmp_path / "chat").decode
+    decode = open_data(tmp_path / "chat").tokenizer.decode
     conversations = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
     actual = [decode(list(itertools.compress(*pair))) for pair in conversations]
     expected = [f"{row['messages'][1]['content']}<|im_end|>" * 2 for row in rows]
@@ -203,7 +202,7 @@ def test_equal_conversations_share_a_split_and_each_split_has_some(chat_base, co
     val = [tuple(ids) for ids, _ in stored(tmp_path / "chat", "val")]
     assert len(train) + len(val) == 3 * count
     assert len(set(train)) + len(set(val)) == len(set(train + val)) == count
-    decode = load_data_tokenizer(tmp_path / "chat").decode
+    decode = open_data(tmp_path / "chat").tokenizer.decode
     asked = [decode(ids).split("\n")[1].removesuffix("<|im_end|>") for ids in set(val)]
     assert sorted(asked) == HELD_OUT[count]
 
@@ -258,7 +257,7 @@ def test_stored_tokens_are_those_of_apply_chat_template(chat_base, template, tmp
     cases = [random_row(rng) for _ in range(200)]
     rows = [row for row, _, _ in cases]
     manifest = prepared(chat_base, tmp_path, rows, template, sequence_length=512)
-    tokenizer = load_data_tokenizer(tmp_path / "chat")
+    tokenizer = open_data(tmp_path / "chat").tokenizer
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     expected = []
     refused = 0
@@ -295,7 +294,7 @@ def test_a_long_conversation_is_cut_only_if_asked(chat_base, tmp_path):
     assert {reason: n for reason, (n, _) in manifest["left_out"].items()} == {CUT: 1, NO_ANSWER: 1}
     conversations = stored(tmp_path / "chat", "train") + stored(tmp_path / "chat", "val")
     [ids] = [ids for ids, _ in conversations if len(ids) == 64]
-    assert load_data_tokenizer(tmp_path / "chat").decode(ids).endswith("so so so so")
+    assert open_data(tmp_path / "chat").tokenizer.decode(ids).endswith("so so so so")
 
 
 @pytest.mark.parametrize(("longest", "length"), [(90, 128), (150, 192), (300, 256)])
@@ -340,7 +339,7 @@ def test_the_targets_and_the_template_are_covered_by_checksums(chat_base, tmp_pa
 
 def loader(folder, **options):
     settings = {"sequence_length": 64, "micro_batch_size": 2, "seed": 7} | options
-    return TrainLoader(open_split(folder, "train"), **settings)
+    return TrainLoader(open_data(folder).split("train"), **settings)
 
 
 def test_other_settings_and_other_window_lengths_are_refused(chat_base, tmp_path):
@@ -378,7 +377,7 @@ def test_the_loss_of_conversations_and_text_is_the_mean_over_all_counted_targets
     texts = [make_text(100, seed) for seed in range(9)]
     prepare({"train": texts, "val": texts[:1]}, chat_tokenizer(chat_base), text, source="made up")
     assert write_mixture(folder, {str(text): 1, str(tmp_path / "chat"): 1})["version"] == 2
-    load_data_tokenizer(folder)
+    assert open_data(folder).chat
     assert (folder / "tokenizer/chat_template.jinja").exists()
     model = GPT(GPTConfig(259, n_positions=64, n_layer=2, n_head=2, n_embd=32))
     input_ids, targets, documents, *_ = next(loader(folder, micro_batch_size=12).update(5, 12))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import losses, make_text, read_json, refused, run, tiny_config
 
-from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, open_split
+from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.data.source import open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 
 # Mixtures
@@ -34,7 +35,7 @@ def mixed(tmp_path_factory):
 
 def mixture_loader(data_dir, **changes):
     settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1} | changes
-    return TrainLoader(open_split(data_dir, "train"), **settings)
+    return TrainLoader(open_data(data_dir).split("train"), **settings)
 
 
 @pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
@@ -65,7 +66,7 @@ def test_evaluation_reads_each_window_of_a_mixture_once_by_weights(mixed):
     settings = {"sequence_length": 16, "batch_size": 4, "max_tokens": 1600}
     seen = []
     for rank in range(2):
-        parts = open_split(mixed, "val")
+        parts = open_data(mixed).split("val")
         for _, targets, *_ in EvalLoader(parts, rank=rank, world_size=2, **settings):
             seen += [row.tolist() for row in targets if row[0] != -100]
     capital = sum(any(65 <= token <= 90 for token in row) for row in seen)

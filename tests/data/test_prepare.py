@@ -26,7 +26,8 @@ from gpt2_accel import GPTConfig
 from gpt2_accel.data import documents
 from gpt2_accel.data.documents import chunks, held_out
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources, prepare_text
-from gpt2_accel.data.shards import TokenStream, read_manifest, verify_data
+from gpt2_accel.data.shards import TokenStream, read_manifest
+from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -322,7 +323,8 @@ def test_lost_characters_are_counted_and_are_not_borders(tmp_path, tokenizer):
     assert manifest["unknown"] == 4
     config = GPTConfig(len(tokenizer), n_positions=16, n_layer=1, n_head=1, n_embd=8)
     notes = TextPerplexity([Item("a", {"text": texts[0]})], tokenizer, config).notes
-    note = prepare_loss(Accelerator(), tokenizer, config, tmp_path / "d", "train", 64)[1]
+    data = open_data(tmp_path / "d")
+    note = prepare_loss(Accelerator(), tokenizer, config, data, "train", 64)[1]
     assert "give back 1 characters: bits per byte is not comparable" in notes[1]
     assert "give back 4 characters" in note
 

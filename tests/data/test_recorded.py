@@ -15,10 +15,11 @@ import pytest
 import yaml
 from conftest import make_text, run_recipe
 
-from gpt2_accel.data.loader import TrainLoader, open_split
+from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare, prepare_text
-from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.data.shards import TokenStream, read_manifest
+from gpt2_accel.data.source import data_fingerprint, open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
@@ -32,7 +33,7 @@ def digest(numbers) -> str:
 
 def tokens_of(folder, split):
     """Returns all tokens of a split."""
-    [(stream, _)] = open_split(folder, split)
+    stream = TokenStream(folder, split)
     return stream.read(0, stream.tokens)
 
 
@@ -99,7 +100,7 @@ def test_a_folder_of_shards_opens_and_keeps_its_fingerprint(tmp_path):
     manifest["splits"] = {"train": counts | {"bytes": 97, "shards": [shard]}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert tokens_of(tmp_path, "train").tolist() == list(range(100))
-    assert data_fingerprint(tmp_path).startswith("47504a84257f4647")
+    assert data_fingerprint(read_manifest(tmp_path)).startswith("47504a84257f4647")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def sets(tmp_path_factory):
 
 
 def loader(folder, **ranks):
-    parts = open_split(folder, "train")
+    parts = open_data(folder).split("train")
     return TrainLoader(parts, sequence_length=1, micro_batch_size=4, seed=3, **ranks)
 
 

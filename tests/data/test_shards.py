@@ -9,18 +9,17 @@ from conftest import read_json, refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.data.loader import TrainLoader, open_split, shuffled
+from gpt2_accel.data.loader import TrainLoader, shuffled
 from gpt2_accel.data.shards import (
     HEADER,
     TOKEN_DTYPES,
     ShardWriter,
     TokenStream,
     UnreadableData,
-    load_data_tokenizer,
     read_manifest,
     read_shard,
-    verify_data,
 )
+from gpt2_accel.data.source import open_data, verify_data
 
 
 def write_shard(path, tokens, dtype="uint16"):
@@ -48,7 +47,7 @@ def test_the_order_is_a_permutation(size, seed, epoch):
 
 def loader(data_dir, **changes):
     options = {"sequence_length": 16, "micro_batch_size": 2, "seed": 1} | changes
-    return TrainLoader(open_split(data_dir, "train"), **options)
+    return TrainLoader(open_data(data_dir).split("train"), **options)
 
 
 def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
@@ -106,7 +105,7 @@ def test_a_tokenizer_other_than_that_of_the_manifest_is_refused(copied, length):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer)[:length])
-    for check in (load_data_tokenizer, verify_data):  # training does the first
+    for check in (open_data, verify_data):  # training does the first
         with refused("(is not the|holds no) token"):
             check(copied)
 

@@ -15,9 +15,8 @@ from conftest import (
 
 from gpt2_accel.data.shards import (
     TokenStream,
-    load_data_tokenizer,
-    verify_data,
 )
+from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.tokenizer import save_tokenizer, train_bpe
 
@@ -163,7 +162,7 @@ def test_a_folder_of_datatrove_trains(name, datatrove, tmp_path):
     assert val.tokens == total // 20
     assert len(list((datatrove / name).glob("*.ds"))) > 1
     ids = np.concatenate([stream.read(0, stream.tokens) for stream in (train, val)])
-    text = load_data_tokenizer(data).decode(ids.tolist())
+    text = open_data(data).tokenizer.decode(ids.tolist())
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
     settings = {"max_steps": 30, "eval_every": 30, "document_mask": True}
     assert run(tiny_config(data, tmp_path / "run", **settings))[-1]["val/loss"] < 4

@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.checkpoint.find import file_entry
-from gpt2_accel.data.loader import EvalLoader, TrainLoader, open_split
+from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.data.prepare import prepare
+from gpt2_accel.data.source import open_data
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import log_likelihoods
@@ -128,7 +129,7 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
 ):
     model, hf = models
     loader = EvalLoader(
-        open_split(data_dir, "val"), sequence_length=32, batch_size=4, max_tokens=320
+        open_data(data_dir).split("val"), sequence_length=32, batch_size=4, max_tokens=320
     )
     results = validation_loss(accelerator, model, loader=loader)
     losses = []
@@ -156,7 +157,7 @@ def test_the_loss_of_conversations_is_the_mean_over_the_tokens_of_answers(chat_b
     run_recipe("prepare_data", "chat", tmp_path / "rows.jsonl", *flags)
     reset_accelerate()
     model = GPT(GPTConfig(259, n_positions=64, n_layer=1, n_head=2, n_embd=32))
-    val = open_split(tmp_path / "data", "val")
+    val = open_data(tmp_path / "data").split("val")
     loader = EvalLoader(val, sequence_length=64, batch_size=2, max_tokens=10**6)
     results = validation_loss(Accelerator(cpu=True), model, loader=loader)
     nats = tokens = 0
@@ -284,7 +285,7 @@ def test_a_text_is_read_in_windows_that_begin_with_bos(begun, tmp_path):
 
 def test_bos_changes_no_target_and_not_the_order(begun):
     settings = {"sequence_length": 32, "micro_batch_size": 2, "seed": 1}
-    parts = open_split(begun / "data", "train")
+    parts = open_data(begun / "data").split("train")
     plain = list(TrainLoader(parts, **settings).update(3, 4))
     begins = list(TrainLoader(parts, **settings, bos=[0]).update(3, 4))
     for (inputs, targets, *_), (others, same, *_) in zip(plain, begins, strict=True):

@@ -12,7 +12,8 @@ from transformers import pipeline
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import EvalLoader, open_split
+from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.data.source import open_data
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
@@ -164,7 +165,7 @@ def test_an_end_of_turn_that_pads_counts_where_it_ends_a_turn(chat_base, tmp_pat
     prepare_conversations([str(rows)], tokenizer, tmp_path / "data", **options)
     targets = []
     for split in ("train", "val"):
-        parts = open_split(tmp_path / "data", split)
+        parts = open_data(tmp_path / "data").split(split)
         loader = EvalLoader(parts, sequence_length=64, batch_size=1, max_tokens=2**20)
         targets += [batch.targets for batch in loader]
     answers = sum(len(row["messages"][1]["content"]) + len("A: ") for row in chat_rows(9))

@@ -18,7 +18,7 @@ from conftest import (
 from hub_server import TOKEN, Hub
 
 from gpt2_accel.data.prepare import prepare_sources
-from gpt2_accel.data.shards import data_fingerprint
+from gpt2_accel.data.source import open_data
 from gpt2_accel.data.sources import texts
 from gpt2_accel.hf.hub_data import open_hub, push_data
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -62,7 +62,7 @@ def test_data_is_pushed_pulled_and_trained_on(hub, shards, tmp_path):
     assert hub.repos[REPO]["private"]
     assert "Source: made up" in (pulled / "README.md").read_text()
     assert files_of(pulled) == files_of(pushed)
-    assert data_fingerprint(pulled) == data_fingerprint(shards)
+    assert open_data(pulled).fingerprint == open_data(shards).fingerprint
 
     settings = {"max_steps": 20, "eval_every": 10}
     expected = losses(run(tiny_config(shards, tmp_path / "local", **settings)))
@@ -87,7 +87,7 @@ def test_a_download_continues_and_others_wait_for_it(hub, shards, tmp_path):
     assert "train_000001.bin" in again
     assert len(again) == len(set(again))  # one of the two downloads, the other waits
     assert set(again) & set(before) == {"train_000001.bin"}
-    assert data_fingerprint(f"hub:{REPO}") == data_fingerprint(shards)
+    assert open_data(f"hub:{REPO}").fingerprint == open_data(shards).fingerprint
 
 
 def test_a_repository_without_prepared_data_and_damaged_data_are_refused(hub, shards, tmp_path):

@@ -29,8 +29,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
-from gpt2_accel.data.loader import TrainLoader, open_split
-from gpt2_accel.data.shards import TokenStream, load_data_tokenizer
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.source import open_data
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import any_model
@@ -54,7 +55,7 @@ def plain_losses(directory, data_dir, updates):
         {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    split = open_split(data_dir, "train")
+    split = open_data(data_dir).split("train")
     loader = TrainLoader(split, sequence_length=32, micro_batch_size=4, seed=1337)
     totals = []
     for step in range(updates):
@@ -249,7 +250,7 @@ def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_p
     assert entry["tokens"] == entry["documents"] * manifest["sequence_length"]
     settings = {"sequence_length": 128, "source": "", "model": str(base)}
     packed = tmp_path / "packed"
-    prepare_conversations([str(data)], load_data_tokenizer(folder), packed, **settings)
+    prepare_conversations([str(data)], open_data(folder).tokenizer, packed, **settings)
     with refused("OPTForCausalLM does not keep documents apart"):
         run(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
 

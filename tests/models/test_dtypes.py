@@ -10,7 +10,8 @@ from families import family_model, own_shape
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.loader import Batch, EvalLoader, open_split
+from gpt2_accel.data.loader import Batch, EvalLoader
+from gpt2_accel.data.source import open_data
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import Row, log_likelihoods
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -76,7 +77,7 @@ def test_evaluations(trained, data_dir, accelerator, dtype):
     expected = nats(model, ids[:, :-1], ids[:, 1:]).mean().item()
     assert task(accelerator, model)["text/loss"] == pytest.approx(expected, rel=1e-6)
 
-    split = open_split(data_dir, "val")
+    split = open_data(data_dir).split("val")
     sizes = {"sequence_length": 32, "batch_size": 4, "max_tokens": 256}
     batches = list(EvalLoader(split, **sizes))
     expected = torch.cat([nats(model, b.input_ids, b.targets) for b in batches]).mean().item()

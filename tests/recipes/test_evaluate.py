@@ -196,13 +196,13 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
     run(tiny("run", max_steps=4, save_every=2))
     changed = status(tmp_path / "run") | {"state": "running"}
     (tmp_path / "run/status.json").write_text(json.dumps(changed))
-    honest = validation.open_split
+    honest = validation.EvalLoader
 
-    def removing(*args):
+    def removing(*args, **options):
         shutil.rmtree(tmp_path / "run/checkpoint-4", ignore_errors=True)
-        return honest(*args)
+        return honest(*args, **options)
 
-    monkeypatch.setattr(validation, "open_split", removing)
+    monkeypatch.setattr(validation, "EvalLoader", removing)
     run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
     [entry] = read_json(tmp_path / "run/evaluation.json").values()
     assert entry["step"] == 4

@@ -38,7 +38,8 @@ from launching import ROOT, python
 import gpt2_accel.lifecycle as lifecycle
 import gpt2_accel.train as train_module
 from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_checkpoints
-from gpt2_accel.data.shards import read_manifest, verify_data
+from gpt2_accel.data.shards import read_manifest
+from gpt2_accel.data.source import verify_data
 from gpt2_accel.runtime.files import digest
 
 

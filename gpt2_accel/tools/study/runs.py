@@ -31,7 +31,8 @@ import gpt2_accel.train
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig, setting
 from gpt2_accel.data.documents import text_digest
-from gpt2_accel.data.shards import data_fingerprint, read_manifest
+from gpt2_accel.data.shards import folder_of, read_manifest, read_parts
+from gpt2_accel.data.source import Data, data_fingerprint
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.hf.convert import local_directory
@@ -66,7 +67,8 @@ class Trial:
     """A run of a study.
 
     `label` names its folder; `changes` are the settings of its command line; `config` has all
-    settings that the recipe passes to `train`; `shape` is that of the model.
+    settings that the recipe passes to `train`; `shape` is that of the model, `data` the fingerprint
+    of the data.
     """
 
     recipe: Path
@@ -74,6 +76,7 @@ class Trial:
     changes: dict[str, Any]
     config: TrainConfig
     shape: ModelConfig
+    data: str
 
     def __str__(self) -> str:
         return (
@@ -107,7 +110,7 @@ class Trial:
                 if re.fullmatch(r"config\.json|.*\.(safetensors|bin)", path.name)
             )
         launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
-        content = [own, data_fingerprint(self.config.data_dir), launch]
+        content = [own, self.data, launch]
         return text_digest(json.dumps(content, sort_keys=True))[:12]
 
 
@@ -151,13 +154,19 @@ def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
     return Trial(recipe, label, typed, *outcome)
 
 
-def capture(config: TrainConfig, **_: Any) -> None:
-    """Replaces `train`: ends the recipe with its settings and the shape of its model.
+def capture(config: TrainConfig, *, data: Data | None = None, **_: Any) -> None:
+    """Replaces `train`: ends the recipe with its settings, its model's shape and its data.
 
     Raises `ValueError` if the shape is impossible.
     """
-    vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
-    sys.exit((config, model_shape(config, vocab_size)))  # type: ignore[arg-type]
+    if data is None:
+        manifest = read_manifest(config.data_dir)
+        vocab_size = manifest["tokenizer"]["vocab_size"]
+        mark = data_fingerprint(manifest, read_parts(folder_of(config.data_dir), manifest))
+    else:
+        vocab_size = len(data.tokenizer)
+        mark = data.fingerprint
+    sys.exit((config, model_shape(config, vocab_size), mark))  # type: ignore[arg-type]
 
 
 # The runs of a study
