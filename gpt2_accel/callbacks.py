@@ -4,38 +4,39 @@ A callback is any object with some of the methods of `Callback`. All ranks call 
 of the run's list. `setup.py` puts the callbacks of this module after the user's callbacks.
 """
 
+import inspect
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import thread as executors
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.tracking import GeneralTracker
 
 from gpt2_accel.checkpoint.find import list_checkpoints
-from gpt2_accel.checkpoint.state_dict import full_model, unwrap
 from gpt2_accel.evals import kept
-from gpt2_accel.generation.sampling import Prompt, Sampling, complete, whole_text
+from gpt2_accel.generation.sampling import Prompt, Sampling, whole_text
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.hf.loss_plot import draw_loss
-from gpt2_accel.models import LanguageModel
-from gpt2_accel.optim import evaluating_optimizer
-from gpt2_accel.run import Run
+from gpt2_accel.run import Evaluation, Run, call, diverged, goes_on, on_plain_model
 from gpt2_accel.runtime.files import first_line, remove, sentence
 from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.trackers import start_tracker
+from gpt2_accel.saving import collect, save, save_due
 
 
-class Callback(Protocol):
+class Callback:
     """The methods that a callback may have, named as in `TrainerCallback` of `transformers`.
 
-    A callback may also be a context manager, around the loop. An exception ends the run.
+    It may be a subclass, or any object with some of these methods. It may also be a context
+    manager, around the loop. An exception ends the run. With `state_dict` and `load_state_dict` it
+    has state: the former returns what a checkpoint keeps, tensors, which may be sharded, and JSON
+    values; the latter restores that, with unsharded tensors on the CPU.
     """
 
     def on_train_begin(self, run: Run) -> None:
@@ -59,22 +60,30 @@ class Callback(Protocol):
     def on_train_end(self, run: Run, finished: bool) -> None:
         """After the last checkpoint and, if the run is `finished`, the final model."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: tensors, which may be sharded, and JSON values."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned, with unsharded tensors on the CPU."""
-
-
-def check_callback(callback: Callback) -> None:
-    """Raises `ValueError` for a method that a run never calls, such as `on_epoch_begin`."""
-    for name in dir(callback):
-        if name.startswith("on_") and not hasattr(Callback, name):
+def check_callback(callback: Any) -> None:
+    """Raises `ValueError` for an object without a method that a run calls, and for a method that it
+    never calls, such as `on_epoch_begin`, or with other arguments."""
+    kind = type(callback).__name__
+    names = [name for name in dir(callback) if name.startswith("on_")]
+    has_state = hasattr(callback, "state_dict")
+    if not (names or has_state or isinstance(callback, AbstractContextManager)):
+        raise ValueError(f"the callback {callback!r} has none of the methods in docs/change.md")
+    for name in names:
+        expected = getattr(Callback, name, None)
+        if expected is None:
             raise ValueError(
-                f"{type(callback).__name__} has {name}, which a run never calls: docs/change.md "
-                "lists the methods of a callback; a TrainerCallback of transformers has methods "
-                "with other arguments"
+                f"{kind} has {name}, which a run never calls: docs/change.md lists the methods of "
+                "a callback; a TrainerCallback of transformers has methods with other arguments"
             )
+        run, *others = list(inspect.signature(expected).parameters)[1:]
+        try:
+            inspect.signature(getattr(callback, name)).bind(run, **dict.fromkeys(others))
+        except TypeError as error:
+            raise ValueError(
+                f"{kind}.{name} does not take {', '.join((run, *others))} ({error}): a run calls "
+                "it with these"
+            ) from error
 
 
 class Figures:
@@ -101,7 +110,7 @@ class Evaluations:
     on early stopping and the best checkpoint. Raises `Diverged` if it is not finite.
     """
 
-    def __init__(self, evaluations: list[tuple[int, Callable[..., dict[str, float]]]]):
+    def __init__(self, evaluations: list[tuple[int, Evaluation]]):
         self.evaluations = evaluations
 
     def on_train_begin(self, run: Run) -> None:
@@ -109,7 +118,7 @@ class Evaluations:
         if run.checkpoint and run.state.val_loss is None and run.due(run.config.eval_every):
             self.on_step_end(run, skipped=False)
             run.log.write()
-            run.save(again=True)
+            save(run, again=True)
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         for every, evaluation in self.evaluations:
@@ -138,29 +147,10 @@ class Samples:
         if run.stopping or not run.due(config.sample_every):
             return
 
-        def generate(model: LanguageModel) -> None:
-            sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
-            samples = complete(
-                model, run.tokenizer, self.prompts, sampling, lambda: run.stop.reason
-            )
-            for prompt, sample in zip(config.sample_prompts, samples, strict=False):  # or none
-                run.log.sample(prompt, whole_text(run.tokenizer, sample))
-
-        on_plain_model(run, generate)
-
-
-def on_plain_model(run: Run, function: Callable[[LanguageModel], Any]) -> Any:
-    """Returns `function(model)` of the main process, to all; the model as it is now, uncompiled.
-
-    All ranks call it. A sharded model is gathered, to the main process only, and to its device:
-    generation on the CPU would keep the other processes waiting.
-    """
-    accelerator = run.accelerator
-    with evaluating_optimizer(run.optimizer):
-        model: Any = unwrap(accelerator, run.model)
-        if accelerator.is_fsdp2:
-            model = full_model(accelerator, run.model, run.empty)
-        return on_main_process(lambda: function(model.to(accelerator.device)))
+        sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
+        samples = run.generate(self.prompts, sampling)
+        for prompt, sample in zip(config.sample_prompts, samples, strict=False):  # or none
+            run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
 
 class Kept:
@@ -188,9 +178,9 @@ class Kept:
             self.base = on_plain_model(run, lambda m: kept.sample_base(m, run.tokenizer, start))
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if not self.base or run.stopping or run.diverged:
+        if not self.base or run.stopping or diverged(run):
             return
-        last = not run.goes_on()
+        last = not goes_on(run)
         # A forward pass costs a third of a forward and backward pass.
         tokens = sum(len(prompt + sampled) for prompt, sampled in self.base["texts"])
         cost = tokens / 3 / run.metadata["tokens"]
@@ -200,7 +190,7 @@ class Kept:
                 run, lambda model: kept.compare(model, run.tokenizer, self.base)
             )
             run.log.evaluation(results)
-            run.call("on_evaluate", metrics=results)
+            call(run, "on_evaluate", metrics=results)
             if last:
                 run.remarks = kept.verdict(results, self.base, answers)
                 run.log.print_line(run.remarks)
@@ -349,9 +339,14 @@ class Pushes(AbstractContextManager):
 class Checkpoints:
     """Writes this step's metrics, then its checkpoint if one is due. It is the last callback."""
 
+    tried = False  # whether what a checkpoint needs was collected after an update
+
     def on_step_end(self, run: Run, skipped: bool) -> None:
         line = run.log.write()
         if line:
-            run.call("on_log", logs=line)
-        if run.save_due():
-            run.save()
+            call(run, "on_log", logs=line)
+        if not (self.tried or skipped):
+            self.tried = True
+            collect(run)  # an optimizer has its state now: what cannot be saved ends the run here
+        if save_due(run):
+            save(run)

@@ -174,10 +174,10 @@ def document_separator(data: Data) -> int:
     if the parts of a mixture have different ones.
     """
     begin, end = document_marks(data.tokenizer)
-    separators = data.separators & {*begin, *end}
-    if len(data.separators) != 1 or not separators:
+    known = [token for token in (*begin, *end) if data.separators == {token}]
+    if not known:
         raise ValueError(
             f"document_mask needs a token that separates all documents, and {data.name} has none: "
             "leave it out, or prepare the text with a tokenizer that has <|endoftext|>, BOS or EOS"
         )
-    return min(separators)
+    return known[0]

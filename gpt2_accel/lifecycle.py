@@ -1,6 +1,7 @@
 """The start and the end of a run: the lock of its folder, the last checkpoint, the final model."""
 
 import gc
+import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -8,16 +9,19 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.find import changed_files, read_status
-from gpt2_accel.checkpoint.writer import write_manifest
+from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.hub import MODEL_MANIFEST
 from gpt2_accel.hf.lora import merged
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.run import Run
+from gpt2_accel.run import Run, call, diverged, goes_on, stops_early
 from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.device import device_name, peak_flops
 from gpt2_accel.runtime.files import (
     atomic_directory,
     lock_folder,
@@ -26,8 +30,10 @@ from gpt2_accel.runtime.files import (
     write_json,
 )
 from gpt2_accel.runtime.guard import Diverged
-from gpt2_accel.runtime.metadata import describe_training, end_summary, start_summary
+from gpt2_accel.runtime.log import RunLog, Status
+from gpt2_accel.runtime.metadata import describe_run, describe_training, end_summary, start_summary
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
+from gpt2_accel.saving import check_problems, collect, report_save, save
 from gpt2_accel.tokenizer import load_tokenizer
 
 GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
@@ -54,6 +60,34 @@ def lock_run_dir(config: TrainConfig) -> Iterator[None]:
         yield
 
 
+def open_logs(run: Run) -> None:
+    """Sets what depends on the step at which a run starts: its metadata, logs, writer and loader.
+
+    Writes nothing.
+    """
+    config = run.config
+    accelerator = run.accelerator
+    run.state.run_id = on_main_process(lambda: run.state.run_id or secrets.token_hex(4))
+    run.updates = run.schedule.updates
+    run.metadata = describe_run(run)
+    speed = peak_flops(device_name(accelerator.device))
+    if speed is not None:
+        speed = speed * accelerator.num_processes / run.metadata["flops_per_token"]
+    run.peak_speed = speed
+    run.log = RunLog(
+        run.run_dir if accelerator.is_main_process else None,
+        run.step,
+        run.updates,
+        lambda step: run.schedule.first(step) * config.tokens_per_sequence,
+        speed,
+    )
+    run.status = Status(run.run_dir, lambda: run.step, run.stop)
+    run.files = ModelFiles(run.tokenizer, run.log.print_line)
+    run.writer = CheckpointWriter(config, run.files, run.log.print_line)
+    steps = range(run.step, run.updates)
+    run.loader = PrefetchLoader(run.train_loader, run.schedule, steps, accelerator.device)
+
+
 @contextmanager
 def started(run: Run) -> Iterator[None]:
     """Runs the block, the loop, with signals, status, log, and callbacks that are context managers.
@@ -76,7 +110,7 @@ def started(run: Run) -> Iterator[None]:
                 stack.enter_context(part)
         gc.disable()  # a rank that collects within an update keeps the others waiting
         stack.callback(gc.enable)
-        run.call("on_train_begin")
+        call(run, "on_train_begin")
         run.log.write()  # the results before the first update
         rehearse_save(run)
         run.log.resume()
@@ -84,7 +118,7 @@ def started(run: Run) -> Iterator[None]:
             yield
         except UnreadableData:  # raised on all ranks
             run.log.write()
-            run.save()
+            save(run)
             raise
 
 
@@ -102,7 +136,7 @@ def rehearse_save(run: Run) -> None:
             load_tokenizer(folder)
         remove(path)
 
-    run.collect()  # raises for what JSON does not have
+    collect(run)  # raises for what JSON does not have
     on_main_process(rehearse)
 
 
@@ -114,22 +148,22 @@ def finish(run: Run) -> bool:
     """
     config = run.config
     bad = run.guard.bad_in_a_row
-    if run.diverged:
+    if diverged(run):
         run.state.step -= bad  # the bad updates did not change the weights
     else:
-        run.check_problems()
-    run.save()
+        check_problems(run)
+    save(run)
     if on_main_process(lambda: wait_for_checkpoint(run)):
-        run.report_save()
-    if run.diverged:
+        report_save(run)
+    if diverged(run):
         raise Diverged(
             f"{bad} updates in a row were skipped, the last because {run.problem}: resume from "
             f"checkpoint-{run.step} or an earlier one with a lower --learning_rate, or look at the "
             f"samples listed in {config.output_dir}/metrics.jsonl"
         )
     run.log.print_line(end_summary(run))
-    finished = run.stops_early or (run.step >= run.updates and not run.unevaluated)
-    if run.stops_early:
+    finished = stops_early(run) or (run.step >= run.updates and not run.unevaluated)
+    if stops_early(run):
         run.log.print_line(
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
@@ -142,7 +176,7 @@ def finish(run: Run) -> bool:
             run.status.end("stopped", reason, requeue=requeue)
         signals.exit_code = run.stop.exit_code
         run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
-    run.call("on_train_end", finished=finished)
+    call(run, "on_train_end", finished=finished)
     run.log.write()
     return finished
 
@@ -211,7 +245,7 @@ def is_complete(run: Run) -> bool:
                     )
         return True
 
-    if run.goes_on() or not (run.resumes_here and on_main_process(has_finished)):
+    if goes_on(run) or not (run.resumes_here and on_main_process(has_finished)):
         return False
     text = (
         f"{run_dir} is complete: nothing left to train after {run.step:,} updates: raise "

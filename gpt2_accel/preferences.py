@@ -117,6 +117,7 @@ class Preferences:
             # Another name than in 0.5, which rounded them to bf16.
             dtype = run.config.dtype.replace("bfloat16", "bf16")
             self.file = f"{self.prefix}{precision}-{dtype}.safetensors"
+        assert run.data.folder is not None  # only prepared data has pairs
         path = run.data.folder / self.file
         found = on_main_process(lambda: read_reference(path))
         if not found:

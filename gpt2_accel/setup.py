@@ -1,5 +1,6 @@
 """Builds the model, optimizer, data, evaluations and callbacks of a run; checks that they fit."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
@@ -35,11 +36,13 @@ from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.hub import check_push
 from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.lora import describe_lora
+from gpt2_accel.lifecycle import open_logs
 from gpt2_accel.models import LanguageModel, ModelConfig, skeleton
 from gpt2_accel.models.any_model import AnyModel, documents_cross
-from gpt2_accel.run import Loss, Objective, Run
+from gpt2_accel.run import Evaluation, Gradients, Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
+from gpt2_accel.saving import resume
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, added_bos
 from gpt2_accel.tuning import remarks
 
@@ -52,6 +55,7 @@ def setup(
     data: "Data | Callable[[Any], Data] | None",
     model: "torch.nn.Module | NewModel | None",
     objective: Objective,
+    gradients: Gradients,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer],
     callbacks: Iterable[Any],
 ) -> Run:
@@ -63,6 +67,7 @@ def setup(
     users = list(callbacks)
     for callback in users:
         check_callback(callback)
+    parts: dict[str, Any] = {"objective": name_of(objective), "gradients": name_of(gradients)}
     if config.push_to_hub:
         check_push(config.push_to_hub)
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
@@ -100,20 +105,45 @@ def setup(
     evaluations = build_evaluations(
         config, accelerator, plain.config, data.tokenizer, val_loader, measure
     )
-    return Run(
+    parts |= {
+        "script": Path(sys.argv[0]).name,
+        "model": name_of(type(plain)),
+        "optimizer": name_of(optimizer),
+        "data": data.name if data.folder is None else "prepared",
+        "callbacks": [name_of(type(callback)) for callback in users],
+    }
+    run = Run(
         config,
         accelerator,
         data,
         prepared,
         prepared_optimizer,
         objective,
+        gradients,
         measure,
         empty,
         train_loader,
         val_loader,
         users + default_callbacks(config, accelerator, evaluations, prompts, saved),
+        parts,
         checkpoint,
     )
+    if checkpoint is not None:
+        resume(run, checkpoint)
+    open_logs(run)
+    return run
+
+
+def name_of(part: Any) -> str:
+    """Returns the name of a class or a function, or of an object's class, with its module.
+
+    A module that is started as a script has the name of its file.
+    """
+    kind = part if hasattr(part, "__qualname__") else type(part)
+    module = kind.__module__
+    if module == "__main__":
+        module = Path(sys.argv[0]).name
+    return f"{module}:{kind.__qualname__}"
 
 
 def find_data(config: TrainConfig, data: "Data | Callable[[Any], Data] | None") -> Data:
@@ -235,7 +265,7 @@ def check_documents(model: AnyModel, config: TrainConfig, accelerator: Accelerat
 def default_callbacks(
     config: TrainConfig,
     accelerator: Accelerator,
-    evaluations: list[tuple[int, Callable[..., dict[str, float]]]],
+    evaluations: list[tuple[int, Evaluation]],
     prompts: list[Prompt],
     saved: dict[str, Any],
 ) -> list[Any]:
@@ -347,12 +377,12 @@ def build_evaluations(
     tokenizer: PreTrainedTokenizerBase,
     val_loader: EvalLoader | None,
     measure: Measure,
-) -> list[tuple[int, Callable[..., dict[str, float]]]]:
+) -> list[tuple[int, Evaluation]]:
     """Returns pairs of an interval in updates and an evaluation.
 
     Raises `ValueError` for bad items.
     """
-    evaluations: list[tuple[int, Callable[..., dict[str, float]]]] = []
+    evaluations: list[tuple[int, Evaluation]] = []
     if val_loader is not None:
         validation = partial(validation_loss, loader=val_loader, measure=measure)
         evaluations.append((config.eval_every, validation))

@@ -5,8 +5,8 @@ evaluations and checkpoints; `setup.py`, which builds all parts; `lifecycle.py`,
 end of a run.
 """
 
+import gc
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,11 +19,30 @@ from gpt2_accel.first_model import NewModel
 from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate, set_training
-from gpt2_accel.run import Loss, Objective, Run
-from gpt2_accel.runtime.accelerator import build_accelerator, clip_gradients, close
-from gpt2_accel.runtime.device import seed_generators
+from gpt2_accel.run import (
+    Gradients,
+    Interrupted,
+    Loss,
+    MicroBatches,
+    Objective,
+    Run,
+    call,
+    goes_on,
+    must_stop,
+)
+from gpt2_accel.runtime.accelerator import (
+    build_accelerator,
+    clip_gradients,
+    close,
+    gradients_of,
+)
+from gpt2_accel.runtime.device import full_tensor, seed_generators
+from gpt2_accel.runtime.processes import on_main_process
 from gpt2_accel.runtime.signals import is_first, lasting_output
+from gpt2_accel.saving import check_problems, report_save
 from gpt2_accel.setup import find_data, setup
+
+RESERVED = {"grad_norm", "learning_rate", "step"}  # figures that the loop adds
 
 
 def next_token_loss(model: torch.nn.Module, batch: Batch) -> Loss:
@@ -44,6 +63,7 @@ def train(
     data: "Data | Callable[[Any], Data] | None" = None,
     model: torch.nn.Module | NewModel | None = None,
     objective: Objective = next_token_loss,
+    gradients: "Gradients | None" = None,
     optimizer: Callable[[LanguageModel, TrainConfig], torch.optim.Optimizer] = build_optimizer,
     callbacks: Iterable[Any] = (),
 ) -> bool:
@@ -58,6 +78,8 @@ def train(
       one from the settings and the data's tokenizer;
     - `objective`: a function of the prepared model, which it must call, and a micro-batch. It
       returns the loss, or a pair of the loss and figures to log, all means over counted targets;
+    - `gradients`: a function of the run and the micro-batches of an update, which leaves gradients
+      in the parameters and returns figures; by default `accumulate_gradients`;
     - `optimizer`: a function of the model, not yet prepared, and the settings;
     - `callbacks`: objects with methods of `callbacks.Callback`.
 
@@ -74,7 +96,16 @@ def train(
     with lasting_output():
         accelerator = build_accelerator(config.deterministic)
         with lock_run_dir(config):
-            run = setup(config, accelerator, data, model, objective, optimizer, callbacks)
+            run = setup(
+                config,
+                accelerator,
+                data,
+                model,
+                objective,
+                gradients or accumulate_gradients,
+                optimizer,
+                callbacks,
+            )
             finished = is_complete(run)
             if not finished:
                 with started(run):
@@ -93,7 +124,7 @@ def run_updates(run: Run) -> None:
     optimizer = run.optimizer
     model.train()
     set_training(optimizer, True)
-    while run.goes_on():
+    while goes_on(run):
         # Learning rate, data order and dropout seed are functions of the step, so they have no
         # state to resume.
         first = schedule.first(run.step)  # the position of the update's first sequence in the data
@@ -101,45 +132,100 @@ def run_updates(run: Run) -> None:
         set_learning_rate(optimizer, lr, config.learning_rate)
         seed = int(hash64(config.seed, run.step, accelerator.process_index)[0])
         seed_generators(accelerator.device, seed)
-        totals = accumulate_gradients(run, first, schedule.sequences(run.step))
-        if totals is None:  # a rank has to stop: the unfinished update is dropped
+        batches, count = run.loader.update(first, schedule.sequences(run.step))
+        try:
+            totals = run.gradients(run, MicroBatches(batches, count, run.interrupted))
+        except Interrupted:  # the unfinished update is dropped
             break
         grad_norm = clip_gradients(accelerator, model, config.max_grad_norm)
-        figures = run.reduce(totals, grad_norm)  # the host waits for the device here
+        figures = reduce_figures(run, totals, grad_norm)  # the host waits for the device here
         scaled = accelerator.scaler is not None  # fp16
         problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
         if problem is None:
-            run.call("on_pre_optimizer_step")
+            call(run, "on_pre_optimizer_step")
+            gradients_of(model)  # raises if there are none
             optimizer.step()
         elif scaled:
             accelerator.scaler.update()
         optimizer.zero_grad()
         figures["learning_rate"] = lr
-        run.end_update(figures, problem)
+        end_update(run, figures, problem)
 
 
-def accumulate_gradients(run: Run, first: int, sequences: int) -> dict[str, torch.Tensor] | None:
+def accumulate_gradients(run: Run, batches: MicroBatches) -> dict[str, torch.Tensor]:
     """Runs forward and backward on this rank's micro-batches of one update.
 
-    The update has `sequences` sequences, from position `first` in the data. Returns this rank's
-    loss and other figures, scalars; their means over the ranks are the figures of the update.
-    Returns None if a rank has to stop, on which the ranks agree between micro-batches. Gradients
-    are reduced over the ranks in the last backward pass only.
+    Returns this rank's loss and other figures, scalars; their means over the ranks are the figures
+    of the update. Gradients are reduced over the ranks in the last backward pass only.
     """
-    model = run.model
-    accelerator = run.accelerator
-    count = run.loader.micro_batches(sequences)
-    totals = {"loss": torch.zeros((), device=accelerator.device)}
-    for number, batch in enumerate(run.loader.update(first, sequences), start=1):
-        if number > 1 and run.interrupted():
-            return None
-        with nullcontext() if number == count else accelerator.no_sync(model):
-            result = run.objective(model, batch)
-            loss, others = result if isinstance(result, tuple) else (result, {})
-            loss = loss / batch.divisor
-            accelerator.backward(loss)
+    totals = {"loss": torch.zeros((), device=run.accelerator.device)}
+    for number, batch in enumerate(batches, start=1):
+        result = run.objective(run.model, batch)
+        loss, others = result if isinstance(result, tuple) else (result, {})
+        loss = loss / batch.divisor
+        run.backward(loss, last=number == len(batches))
         totals["loss"] += loss.detach()
-        for name in run.figure_names(others):
-            value = torch.as_tensor(others[name]).detach().float() / batch.divisor
-            totals[name] = totals.get(name, 0) + value
+        if number == 1:
+            totals |= {name: totals["loss"] * 0 for name in sorted(others)}
+        if totals.keys() != {"loss", *others} or "loss" in others:
+            raise ValueError(
+                f"the objective returns the figures {sorted(others)}, first {sorted(totals)}: "
+                "return the same for each batch, none as loss"
+            )
+        for name, value in others.items():
+            totals[name] = totals[name] + torch.as_tensor(value).detach().float() / batch.divisor
     return totals
+
+
+def reduce_figures(
+    run: Run, figures: dict[str, torch.Tensor], grad_norm: torch.Tensor
+) -> dict[str, float]:
+    """Returns the means of the figures over all ranks, and `grad_norm`.
+
+    Also finds out whether a rank has to stop or wants a checkpoint. The host waits here until the
+    device has done the update. Raises what a rank's read or save has raised: an update must not
+    train on tokens that a rank could not read. Raises `ValueError` if the figures are not those of
+    the main process's first update, or have a reserved name.
+    """
+    names = sorted(figures)
+    if run.figure_names is None:
+        run.figure_names = on_main_process(lambda: names)
+    if names != run.figure_names or "loss" not in names or RESERVED & {*names}:
+        raise ValueError(
+            f"an update has the figures {names}, the first had {run.figure_names}: return the same "
+            f"each time, with loss, and none of {', '.join(sorted(RESERVED))}"
+        )
+    device = run.accelerator.device
+    flags = must_stop(run), run.wants_save, run.writer.written is not None
+    # Filled on the device: a copy from the host would be another wait.
+    values = [torch.full((), float(flag), device=device) for flag in flags]
+    values += [torch.as_tensor(figures[name]).to(device, torch.float32) for name in names]
+    means = run.accelerator.reduce(torch.stack(values), "mean")
+    together = torch.cat((means, full_tensor(grad_norm)[None]))
+    stop, save, written, *reduced, norm = together.tolist()
+    run.stopping = stop > 0
+    run.save_requested = save > 0
+    run.unreported = written > 0
+    if run.stopping:
+        check_problems(run)
+    return dict(zip(names, reduced, strict=True)) | {"grad_norm": norm}
+
+
+def end_update(run: Run, figures: dict[str, float], problem: str | None) -> None:
+    """Counts an update and calls the callbacks. `problem` is why it was skipped, or None."""
+    update = run.step
+    run.state.step += 1
+    run.state.val_loss = None
+    run.figures = figures
+    run.log.advance(run.step)
+    if problem is not None:
+        run.problem = problem
+        first = run.schedule.first(update)
+        samples = run.train_loader.samples(first, run.schedule.sequences(update))
+        run.log.skipped(problem, samples.tolist())
+    if run.unreported:
+        report_save(run)
+    call(run, "on_step_end", skipped=problem is not None)
+    if run.due(run.config.log_every):
+        gc.collect(1)  # the young objects, on all ranks at once
+    run.log.resume()

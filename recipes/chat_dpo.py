@@ -20,7 +20,6 @@ from chat_sft import ChatSFT, closing_line, fit_to_data, keep_settings, open_dat
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, derived, parse_config, setting
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.data.source import check_pairs
 from gpt2_accel.rounding import round_up
 
 EPOCHS = 2
@@ -82,8 +81,6 @@ def main() -> None:
     from gpt2_accel.train import train
 
     reference = open_data(config, config.max_length, pairs=True)
-    has_pairs = bool(read_manifest(config.data_dir).get("pairs"))
-    check_pairs(config.data_dir, has_pairs, wanted=True)
     objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type)
     processes = process_state().num_processes
     keep_settings(config, processes)

@@ -1,6 +1,7 @@
 """Shared by all tests: no network, a small text, its token shards, and a run of a few updates."""
 
 import atexit
+import functools
 import gc
 import importlib.util
 import json
@@ -269,9 +270,10 @@ def before_update(monkeypatch):
     def install(action):
         honest = train_module.accumulate_gradients
 
-        def accumulate(run, first, sequences):
-            action(first // sequences)
-            return honest(run, first, sequences)
+        @functools.wraps(honest)
+        def accumulate(run, batches):
+            action(run.step)
+            return honest(run, batches)
 
         monkeypatch.setattr(train_module, "accumulate_gradients", accumulate)
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gpt2_accel import GPTConfig, cli, optim
-from gpt2_accel.checkpoint.state_dict import full_tensor
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.optim import muon
+from gpt2_accel.runtime.device import full_tensor
 
 # 5 ranks divide no number of rows.
 SHAPE = {"vocab_size": 64, "n_positions": 16, "n_layer": 3, "n_head": 3, "n_embd": 33}

@@ -8,10 +8,10 @@ from launching import allow_fsdp_on_cpus
 from safetensors.torch import save_file
 
 from gpt2_accel import cli
-from gpt2_accel.checkpoint.state_dict import full_tensor, unwrap
+from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.runtime import guard
-from gpt2_accel.runtime.device import is_shard
+from gpt2_accel.runtime.device import full_tensor, is_shard
 from gpt2_accel.train import next_token_loss, train
 
 RANK = os.environ.get("RANK", "0")

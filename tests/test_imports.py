@@ -21,6 +21,7 @@ ROOMS = """
     estimate
     runtime
     run preferences tuning
+    saving
     callbacks lifecycle first_model
     setup
     train
@@ -31,6 +32,7 @@ ROOMS = """
 LEVELS = {room: n for n, line in enumerate(ROOMS.splitlines()) for room in line.split()}
 USE_ACCELERATE = {
     "run",
+    "saving",
     "lifecycle",
     "setup",
     "callbacks",

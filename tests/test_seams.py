@@ -444,7 +444,7 @@ def test_ranks_agree_on_names_and_on_why_a_run_stops(data_dir, tmp_path):
         )
         assert done.returncode == code, done.stderr
     assert_status(tmp_path / "stop", state="stopped", reason="rank 1 has enough")
-    assert "the objective returns the figures ['one'], first ['zero']" in done.stderr
+    assert "figures ['loss', 'one'], the first had ['loss', 'zero']" in done.stderr
 
 
 class Remembering(torch.optim.SGD):

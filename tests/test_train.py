@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import read_state
-from gpt2_accel.data.loader import count_windows, read_window
+from gpt2_accel.data.loader import Windows
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.models.gpt2 import Block
 from gpt2_accel.tokenizer import char_tokenizer
@@ -32,7 +32,8 @@ def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(
 ):
     last = run(tiny(eval_every=4))[-1]
     stream = TokenStream(data_dir, "val")
-    windows = [read_window(stream, i, 32) for i in range(count_windows(stream, 32))]
+    source = Windows(stream, 32)
+    windows = [source[number] for number in range(len(source))]
     input_ids, targets, _ = torch.from_numpy(np.stack(windows, axis=1))
     with torch.no_grad():
         loss = from_pretrained(tmp_path)(input_ids, targets).item()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import STATE
 from gpt2_accel.models import LanguageModel, filled
-from gpt2_accel.runtime.device import is_shard, synchronize
+from gpt2_accel.runtime.device import full_tensor, is_shard, synchronize
 
 
 def unwrap(accelerator: Accelerator, model: torch.nn.Module) -> LanguageModel:
@@ -68,18 +68,13 @@ def gather_to_host(
     return copies
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, gathered if it is sharded; all ranks must then call it."""
-    return tensor.full_tensor() if is_shard(tensor) else tensor
-
-
 def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor `full`, on the device of `tensor` and sharded like it.
 
-    All ranks must call it if `tensor` is sharded. A scalar is not sharded, and a tensor that is
-    sharded already is returned unchanged.
+    All ranks must call it if `tensor` is sharded. A tensor of another shape is not sharded, and one
+    that is sharded already is returned unchanged.
     """
-    if is_shard(full) or not is_shard(tensor) or full.ndim == 0:
+    if is_shard(full) or not is_shard(tensor) or full.shape != tensor.shape:
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
 
@@ -90,22 +85,41 @@ def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def split(
     states: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """Returns the tensors of named states as `NAME/KEY`, and the other values by name and key."""
+    """Returns the tensors of named states, and the other values by name and key.
+
+    A tensor is `NAME/KEY`, or in a list `NAME/KEY/NUMBER`, with None in its place. Raises
+    `ValueError` for a state that is not a dict, and for a tensor that a file cannot hold.
+    """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, state in states.items():
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"the state of {name} is a {type(state).__name__}: return a dict of tensors, "
+                "numbers, texts and lists"
+            )
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{name}/{key}"] = value
-            else:
+            found = {f"{name}/{key}": value}
+            if isinstance(value, list):
+                found = {f"{name}/{key}/{number}": each for number, each in enumerate(value)}
+                value = [None if isinstance(each, torch.Tensor) else each for each in value]
+            if not isinstance(value, torch.Tensor):
                 values.setdefault(name, {})[key] = value
+            for place, each in found.items():
+                if isinstance(each, torch.Tensor):
+                    if each.layout != torch.strided or each.is_meta:
+                        raise ValueError(
+                            f"a checkpoint cannot hold {place}, a tensor that is sparse or has no "
+                            "memory: store it dense, or as numbers"
+                        )
+                    tensors[place] = each
     return tensors, values
 
 
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Returns named states. A file in `training_state/` has their tensors, `values` the rest.
+    """Returns named states, see `split`. A file in `training_state/` has their tensors.
 
     The tensors are on the CPU. The file is missing if there are none.
     """
@@ -113,8 +127,13 @@ def read_states(
     tensors = load_file(path) if path.exists() else {}
     for place, tensor in tensors.items():
         name, _, key = place.partition("/")
+        own = values.setdefault(name, {})
+        listed, _, number = key.rpartition("/")
         # A memory-mapped tensor would keep the disk space of a removed checkpoint in use.
-        values.setdefault(name, {})[key] = tensor.clone()
+        if isinstance(own.get(listed), list):
+            own[listed][int(number)] = tensor.clone()
+        else:
+            own[key] = tensor.clone()
     return values
 
 
@@ -143,14 +162,32 @@ def json_copy(state: dict[str, Any]) -> dict[str, Any]:
 
     Raises `ValueError` for a value that JSON would change.
     """
-    copy = json.loads(json.dumps(state, default=repr))
-    for name, value in state.items():
-        if repr(value) != repr(copy[name]):  # compares texts: NaN equals NaN, a tuple is not a list
-            raise ValueError(
-                f"a checkpoint cannot hold the {name} {value}: put tensors at the first level of a "
-                "state, and use numbers, texts, lists and dicts with texts as keys for the rest"
-            )
-    return copy
+    problem = not_json(state, "")
+    if problem:
+        raise ValueError(
+            f"a checkpoint cannot hold {problem}: put tensors at the first level of a state or "
+            "into lists there, and use numbers, texts, lists and dicts with texts as keys for the "
+            "rest"
+        )
+    return json.loads(json.dumps(state))
+
+
+def not_json(value: Any, place: str) -> str:
+    """Returns the place and the type of the first part of a value that JSON would change, or ''."""
+    if type(value) is dict:
+        inside = [(f"{place}/{key}", key, own) for key, own in value.items()]
+    elif type(value) is list:
+        inside = [(f"{place}/{number}", "", own) for number, own in enumerate(value)]
+    else:
+        plain = isinstance(value, str | int | float | None)
+        return "" if plain else f"{place.lstrip('/')}, a {type(value).__name__}"
+    for where, key, own in inside:
+        problem = not_json(own, where)
+        if not isinstance(key, str):
+            problem = f"{place.lstrip('/')}, a dict with the key {key!r}"
+        if problem:
+            return problem
+    return ""
 
 
 class TrainingState:
@@ -261,6 +298,10 @@ class TrainingState:
                 # As in torch: the kernels read a `step` on the host, unless they are fused.
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
+                elif isinstance(value, list):
+                    tensor = torch.Tensor
+                    device = parameter.device
+                    value = [v.to(device) if isinstance(v, tensor) else v for v in value]
                 self.optimizer.state[parameter][key] = value
         changed = values["groups"]
         groups = self.optimizer.param_groups

@@ -13,7 +13,6 @@ from gpt2_accel.data.shards import (
     check_same,
     read_manifest,
 )
-from gpt2_accel.data.source import check_pairs
 from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
@@ -33,7 +32,8 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         manifest = manifests[Path(folder)] = read_manifest(folder)
         if "mixture" in manifest:
             raise ValueError(f"{folder} is a mixture itself: name the folders in it instead")
-        check_pairs(folder, bool(manifest.get("pairs")))
+        if manifest.get("pairs"):
+            raise ValueError(f"{folder} holds pairs of answers, which are not mixed: leave it out")
         parts.append({"data_dir": os.path.relpath(folder, data_dir), "weight": weight})
     check_same(manifests)
     # The tokenizer of conversations has the chat template.

@@ -53,7 +53,8 @@ class PrefetchLoader(AbstractContextManager):
     def __exit__(self, *_) -> None:
         self._batches.close()
 
-    def update(self, first: int, sequences: int) -> Iterator[Batch]:
-        """Yields the micro-batches of `TrainLoader.update`."""
+    def update(self, first: int, sequences: int) -> tuple[Iterator[Batch], int]:
+        """Returns the micro-batches of `TrainLoader.update`, and their number."""
         assert first == next(self._firsts), first
-        return itertools.islice(self._batches, self.micro_batches(sequences))
+        count = self.micro_batches(sequences)
+        return itertools.islice(self._batches, count), count

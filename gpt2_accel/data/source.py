@@ -113,7 +113,16 @@ class Data:
     def check_pairs(self, wanted: bool = False) -> None:
         """Raises `ValueError` unless the data holds pairs of answers exactly if they are
         `wanted`."""
-        check_pairs(self.name, self.pairs, wanted)
+        if self.pairs and not wanted:
+            raise ValueError(
+                f"{self.name} holds pairs of a better and a worse answer: train on them by "
+                "chat_dpo.py, and take other data for this"
+            )
+        if wanted and not self.pairs:
+            raise ValueError(
+                f"{self.name} holds no pairs of answers: prepare some by "
+                f"{recipe_command('prepare-data', 'chat')} FILE --pairs"
+            )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, model: str | Path) -> None:
         """Raises `ValueError` if `tokenizer`, of `model`, is another one than the data's."""
@@ -122,20 +131,6 @@ class Data:
                 f"{self.name} was tokenized with another tokenizer than {model} has: prepare the "
                 "text with the model's tokenizer, in another --data_dir"
             )
-
-
-def check_pairs(name: str | Path, has_pairs: bool, wanted: bool = False) -> None:
-    """Raises `ValueError` unless the data holds pairs of answers exactly if they are `wanted`."""
-    if has_pairs and not wanted:
-        raise ValueError(
-            f"{name} holds pairs of a better and a worse answer: train on them by chat_dpo.py, and "
-            "take other data for this"
-        )
-    if wanted and not has_pairs:
-        raise ValueError(
-            f"{name} holds no pairs of answers: prepare some by "
-            f"{recipe_command('prepare-data', 'chat')} FILE --pairs"
-        )
 
 
 # Prepared data

@@ -5,6 +5,8 @@ import math
 import os
 import time
 import warnings
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch
@@ -15,12 +17,14 @@ from accelerate.utils import (
     DynamoBackend,
     parse_flag_from_env,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from gpt2_accel import kernels
 from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
 from gpt2_accel.runtime.device import (
     AUTOCAST_DTYPES,
     attention_order,
+    full_tensor,
     has_bf16,
     has_block_masks,
     inductor_problem,
@@ -157,7 +161,11 @@ def prepare_model(
     if accelerator.is_fsdp2 and units:
         accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)
     if not accelerator.is_fsdp2 or dtype is None:
-        return accelerator.prepare(model, optimizer)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        ddp = without_compilation(prepared)
+        if isinstance(ddp, DistributedDataParallel):
+            ddp.require_backward_grad_sync = False  # see `reducing`
+        return prepared, optimizer
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -170,6 +178,41 @@ def prepare_model(
     return prepared, optimizer
 
 
+def without_compilation(model: Any) -> Any:
+    """Returns the module inside the wrapper of `torch.compile`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def reducing(
+    accelerator: Accelerator, model: torch.nn.Module, last: bool
+) -> AbstractContextManager:
+    """Returns a context for a backward pass, in which gradients are reduced if it is the `last`.
+
+    A forward pass never prepares a reduction, so that it need not know whether it is the last.
+    """
+    if last:
+        return accelerator.trigger_sync_in_backward(without_compilation(model))
+    return accelerator.no_sync(model)
+
+
+def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Returns the gradients of a prepared model. Raises `ValueError` if there are none."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    if not found:
+        raise ValueError(
+            "no weight of the model has a gradient: the loss does not depend on them, or a "
+            "callback has removed the gradients"
+        )
+    return found
+
+
+def gradient_norm(accelerator: Accelerator, model: torch.nn.Module) -> torch.Tensor:
+    """Returns the norm of the gradients over all ranks, a scalar in fp32, without fp16's scale."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients_of(model)]
+    norm = full_tensor(torch.nn.utils.get_total_norm(norms))
+    return norm / accelerator.scaler.get_scale() if accelerator.scaler else norm
+
+
 def clip_gradients(
     accelerator: Accelerator, model: torch.nn.Module, max_norm: float
 ) -> torch.Tensor:
@@ -180,12 +223,10 @@ def clip_gradients(
     """
     limit = max_norm or math.inf
     parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if all(gradient.dtype.itemsize > 2 for gradient in gradients):
+    if all(gradient.dtype.itemsize > 2 for gradient in gradients_of(model)):
         return accelerator.clip_grad_norm_(parameters, limit)
+    norm = gradient_norm(accelerator, model)
     accelerator.unscale_gradients()
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    norm = torch.nn.utils.get_total_norm(norms)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 

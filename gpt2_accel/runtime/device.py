@@ -268,3 +268,8 @@ def memory_gb() -> float:
 def is_shard(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Whether the tensor is a `DTensor`."""
     return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, gathered if it is sharded; all ranks must then call it."""
+    return tensor.full_tensor() if is_shard(tensor) else tensor

@@ -151,8 +151,9 @@ class RunLog(AbstractContextManager):
         self._line |= numbers(metrics)
 
     def sample(self, prompt: str, text: str) -> None:
-        """Logs and prints a sample; only the main process calls it."""
-        self._files[1].write({"step": self.step, "prompt": prompt, "text": text})
+        """Logs and prints a sample."""
+        if self._files:
+            self._files[1].write({"step": self.step, "prompt": prompt, "text": text})
         self.print_line(f"sample\n{text}\n")
 
     def print_line(self, text: str) -> None:

@@ -66,8 +66,8 @@ MISTAKES = {
     ),
     "gradients not divided by the accumulation": (
         loop.accumulate_gradients,
-        "accelerator.backward(loss)",
-        "accelerator.backward(loss * batch.divisor)",
+        "run.backward(loss, last",
+        "run.backward(loss * batch.divisor, last",
     ),
     "the last micro-batch's loss": (
         loop.accumulate_gradients,
@@ -75,7 +75,7 @@ MISTAKES = {
         'totals["loss"] = loss.detach() * batch.divisor',
     ),
     "all targets count": (
-        gpt2_accel.data.loader.read_window,
+        gpt2_accel.data.loader.Windows,
         "np.where(tokens & COUNTS, ids, -100)",
         "ids",
     ),

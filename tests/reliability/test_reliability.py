@@ -236,12 +236,12 @@ def poison(monkeypatch, bad, finite=()):
     """Makes gradients and losses of the updates in `bad` NaN; losses in `finite` stay."""
     honest = train_module.accumulate_gradients
 
-    def accumulate(run, first, sequences):
-        figures = honest(run, first, sequences)
-        if first // sequences in bad:
+    def accumulate(run, batches):
+        figures = honest(run, batches)
+        if run.step in bad:
             for parameter in run.model.parameters():
                 parameter.grad.mul_(math.nan)
-            if first // sequences not in finite:
+            if run.step not in finite:
                 figures["loss"] *= math.nan
         return figures
 

@@ -1,5 +1,6 @@
 """FSDP2 in bf16 is as exact as DDP in bf16, and communicates as little as it can."""
 
+import functools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.optim import build_optimizer
+from gpt2_accel.run import Run
 from gpt2_accel.runtime.accelerator import build_accelerator, prepare_model
 from gpt2_accel.train import accumulate_gradients, next_token_loss
 
@@ -157,19 +159,10 @@ def collectives(accelerator, model, micro_batches):
     """Makes the micro-batches of one update; returns the number of its collectives by kind."""
     ids = torch.zeros(2, SHAPE["n_positions"], dtype=torch.int64)
     batches = [Batch(ids, ids, divisor=micro_batches)] * micro_batches
-    loader = SimpleNamespace(
-        micro_batches=lambda sequences: micro_batches, update=lambda first, sequences: batches
-    )
-    run = SimpleNamespace(
-        model=model,
-        accelerator=accelerator,
-        objective=next_token_loss,
-        interrupted=lambda: False,
-        figure_names=lambda others: [],
-        loader=loader,
-    )
+    run = SimpleNamespace(model=model, accelerator=accelerator, objective=next_token_loss)
+    run.backward = functools.partial(Run.backward, run)
     with Collectives() as mode:
-        accumulate_gradients(run, 0, 2 * micro_batches)
+        accumulate_gradients(run, batches)
     return mode.counts
 
 

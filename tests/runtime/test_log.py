@@ -13,6 +13,7 @@ from torch.distributed import DistError
 
 import gpt2_accel.run as run_module
 import gpt2_accel.train as train_module
+from gpt2_accel import callbacks
 from gpt2_accel.checkpoint.find import SILENCE, read_status
 from gpt2_accel.runtime import log
 from gpt2_accel.runtime.log import RunLog, Status
@@ -112,12 +113,12 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     slowed(train_module, "accumulate_gradients", 1.0)
     slowed(run_module, "validation_loss", 50.0)
-    slowed(run_module.Run, "save", 50.0)
+    slowed(callbacks, "save", 50.0)
     every = {"log_every": 5, "eval_every": 2, "sample_every": 3, "save_every": 3}
     every |= {"sample_tokens": 2, "eval_tokens": 128}
     for updates in (9, 14):
         run(tiny(max_steps=updates, resume_from="latest", **every))
     lines = [line for line in metrics(tmp_path) if "train/seconds" in line]
     assert [line["train/seconds"] for line in lines] == [1, 5, 9, 10, 14]
-    assert now[0] > 300
+    assert now[0] > 200
     assert {line["train/tokens_per_second"] for line in lines} == {128}

@@ -32,7 +32,7 @@ from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig, setting
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.shards import folder_of, read_manifest, read_parts
-from gpt2_accel.data.source import Data, data_fingerprint
+from gpt2_accel.data.source import data_fingerprint
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.hf.convert import local_directory
@@ -154,19 +154,15 @@ def read_trial(recipe: Path, label: str, changes: dict[str, Any]) -> Trial:
     return Trial(recipe, label, typed, *outcome)
 
 
-def capture(config: TrainConfig, *, data: Data | None = None, **_: Any) -> None:
+def capture(config: TrainConfig, **_: Any) -> None:
     """Replaces `train`: ends the recipe with its settings, its model's shape and its data.
 
     Raises `ValueError` if the shape is impossible.
     """
-    if data is None:
-        manifest = read_manifest(config.data_dir)
-        vocab_size = manifest["tokenizer"]["vocab_size"]
-        mark = data_fingerprint(manifest, read_parts(folder_of(config.data_dir), manifest))
-    else:
-        vocab_size = len(data.tokenizer)
-        mark = data.fingerprint
-    sys.exit((config, model_shape(config, vocab_size), mark))  # type: ignore[arg-type]
+    manifest = read_manifest(config.data_dir)
+    shape = model_shape(config, manifest["tokenizer"]["vocab_size"])
+    parts = read_parts(folder_of(config.data_dir), manifest)
+    sys.exit((config, shape, data_fingerprint(manifest, parts)))  # type: ignore[arg-type]
 
 
 # The runs of a study

@@ -1,0 +1,165 @@
+"""What a checkpoint of a run holds: saving it, and resuming from it. All ranks call it all."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpt2_accel import __version__
+from gpt2_accel.checkpoint.find import read_state
+from gpt2_accel.checkpoint.state_dict import RunState, full_model, gather_to_host, json_copy
+from gpt2_accel.config import SHAPE
+from gpt2_accel.optim import evaluating_optimizer
+from gpt2_accel.run import Run, call, diverged, goes_on
+from gpt2_accel.runtime.files import sync
+from gpt2_accel.runtime.metadata import changed_settings, describe_training
+from gpt2_accel.runtime.processes import all_or_none, on_main_process
+
+
+def order_of(run: Run) -> dict[str, Any]:
+    """Returns the settings that determine the order of the data."""
+    return {
+        "seed": run.config.seed,
+        "sequence_length": run.config.tokens_per_sequence,
+        "data": run.data.fingerprint,
+    }
+
+
+def resume(run: Run, checkpoint: Path) -> None:
+    """Restores the state of a checkpoint. The model has its weights already.
+
+    Raises `ValueError` if the model's shape, the dtype or a setting of LoRA has changed. Unless
+    `ignore_changes` is set, also if the data or a setting that determines its order has changed, or
+    if the checkpoint has the state of a callback that the run does not have.
+    """
+    config = run.config
+    with all_or_none():
+        saved = read_state(checkpoint)
+        for name, value in order_of(run).items():
+            if saved[name] != value and not config.ignore_changes:
+                raise ValueError(
+                    f"{checkpoint} was trained with the {name} {saved[name]}, not {value}, which "
+                    "changes the order of the data: resume with the original value, or with "
+                    "--ignore_changes"
+                )
+        tokens = saved["sequences"] * saved["sequence_length"]
+        run.changes = changed_settings(config, saved["settings"], saved["step"], tokens)
+        for name, change in run.changes.items():
+            if name in SHAPE or name.startswith(("lora", "dtype")):
+                raise ValueError(
+                    f"{change}: resume with the original value, or choose another --output_dir for "
+                    "a new model"
+                )
+        for name, value in saved.get("parts", {}).items():  # 0.5 has none
+            if value != run.parts[name]:
+                step = saved["step"]
+                run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
+        run.state = RunState(
+            saved["step"],
+            val_loss=saved["val_loss"],
+            best=saved["best"],
+            waited=saved["waited"],
+            changes=saved["changes"] + list(run.changes.values()),
+        )
+        run.guard.recent = saved["recent"]
+        seen = tokens // config.tokens_per_sequence
+        run.schedule = config.batch_schedule(run.accelerator.num_processes, run.step, seen)
+    run.training_state.load_optimizer(checkpoint, saved)
+    with all_or_none():
+        run.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
+    run.accelerator.print(f"resumed from {checkpoint}")
+    if config.dtype != "float32" and "version" not in saved:
+        run.accelerator.print(
+            f"losses and gradient norms are now in fp32, until here in {config.dtype}: they differ "
+            "slightly"
+        )
+    run.resumes_here = checkpoint.resolve().parent == run.run_dir.resolve()
+    if run.resumes_here:
+        run.saved_step = run.step
+    # A branch of another run is a run of its own.
+    if run.resumes_here or not (checkpoint.parent / "run.json").exists():
+        run.state.run_id = saved["run_id"]
+
+
+def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Returns the tensors of each file in `training_state/`, and the content of `state.json`.
+
+    `position` is the number of sequences read. Gathers nothing. Raises `ValueError` for what a
+    checkpoint cannot hold.
+    """
+    tensors, values = run.training_state.collect()
+    state = asdict(run.state) | order_of(run)
+    state["position"] = {"sequences": run.schedule.first(run.step)}
+    state["settings"] = run.config.settings()
+    state["parts"] = run.parts
+    state["recent"] = run.guard.recent
+    state["bos"] = run.train_loader.bos
+    size = run.train_loader.micro_batch_size
+    state["micro_batch"] = {"size": size, "processes": run.accelerator.num_processes}
+    state["version"] = __version__
+    state |= values
+    return tensors, json_copy(state)
+
+
+def save_due(run: Run) -> bool:
+    """Whether a checkpoint is due at this step.
+
+    None is due after a skipped update: if the run diverges, the newest checkpoint precedes the bad
+    updates.
+    """
+    if not goes_on(run):
+        return not diverged(run)
+    due = run.save_requested or run.due(run.config.save_every)
+    return due and run.guard.bad_in_a_row == 0
+
+
+def save(run: Run, *, again: bool = False) -> None:
+    """Starts to write the checkpoint of this step, after the previous one is written.
+
+    Does nothing if this step's is written already, unless `again`. Raises `OSError` if the run's
+    folder is gone.
+    """
+    run.wants_save = False
+    run.save_requested = False
+    failed = on_main_process(lambda: end_write(run))
+    if run.step == run.saved_step and not (failed or again):
+        return
+    metrics = run.run_dir / "metrics.jsonl"
+    if run.accelerator.is_main_process and metrics.exists():
+        sync(metrics)  # a resumed run does not repeat this step
+    with evaluating_optimizer(run.optimizer):
+        trained = bool(run.config.lora)
+        model = full_model(run.accelerator, run.model, run.empty, trained)
+        parts, state = collect(run)
+        tensors = {name: gather_to_host(run.accelerator, part) for name, part in parts.items()}
+    if model is not None:
+        run.writer.save(model, tensors, state, describe_training(run))
+    run.saved_step = run.step
+
+
+def end_write(run: Run) -> bool:
+    """Waits for the previous checkpoint. Returns whether it could not be written."""
+    run.status.write()
+    if run.status.lost:
+        raise OSError(
+            f"{run.config.output_dir} was removed or moved during the run, or another process "
+            "trains there now: put it back and start the same command again, or choose another "
+            "--output_dir"
+        )
+    return run.writer.join() is not None
+
+
+def report_save(run: Run) -> None:
+    """Calls `on_save` of the callbacks for the checkpoint that is written."""
+    run.unreported = False
+    run.writer.written = None
+    call(run, "on_save", path=run.run_dir / f"checkpoint-{run.saved_step}")
+
+
+def check_problems(run: Run) -> None:
+    """Raises a rank's problem on all ranks: `UnreadableData`, or an error of a save."""
+    with all_or_none():
+        problem = run.writer.bug or run.train_loader.problem
+        if problem is not None:
+            raise problem
