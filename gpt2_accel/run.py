@@ -185,8 +185,8 @@ class Run:
             self.accelerator.backward(loss)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the norm of the gradients, a scalar in fp32, also while a scaler is in use."""
-        return gradient_norm(self.accelerator, self.model)
+        """Returns the norm of the gradients as they are, with an fp16 scaler's factor, in fp32."""
+        return gradient_norm(self.model)
 
     # Evaluations and models
 

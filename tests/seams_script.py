@@ -3,6 +3,7 @@
 import os
 from itertools import count
 
+import numpy as np
 import torch
 from launching import allow_fsdp_on_cpus
 from safetensors.torch import save_file
@@ -10,11 +11,14 @@ from safetensors.torch import save_file
 from gpt2_accel import cli
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig, parse_config
+from gpt2_accel.data import Data
 from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.device import full_tensor, is_shard
+from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import next_token_loss, train
 
 RANK = os.environ.get("RANK", "0")
+T = 32  # tokens of a window of the sources
 
 
 class Stops:
@@ -92,6 +96,42 @@ class Weights:
         save_file(weights, run.run_dir / f"weights-{RANK}.safetensors")
 
 
+class Drawn:
+    """Windows of random tokens, a function of their number; the later half of each counts."""
+
+    def __init__(self, size=64, seed=0, draw=None):
+        self.size = size
+        self.seed = seed
+        self.draw = draw or (lambda i: np.random.default_rng((seed, i)).integers(257, size=T + 1))
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return self.draw(i)
+
+
+class Uneven(Drawn):
+    """The window's number decides how many targets count; none in every fourth window."""
+
+    def __getitem__(self, i):
+        tokens = self.draw(i)
+        targets = tokens[1:].copy()
+        targets[self.counts(i) :] = -100
+        return tokens[:-1], targets
+
+    def counts(self, i):
+        return 0 if i % 4 == 0 else 1 + i * 7 % T
+
+
+def data_of(source, val=None):
+    return Data(byte_tokenizer(), source, val, name="made up")
+
+
+def own_data(config):
+    return data_of(Uneven(), Uneven(seed=1, size=8))
+
+
 CASES = {
     "noise": {"objective": noisy(20, rank="1"), "callbacks": [Weights()]},
     "diverges": {"objective": diverging()},
@@ -100,6 +140,7 @@ CASES = {
     "two": {"objective": two_forwards, "callbacks": [Gradients()]},
     "random": {"objective": drawn},
     "inner": {"objective": inner_module},
+    "source": {"data": own_data},
 }
 
 

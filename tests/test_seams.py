@@ -1,6 +1,8 @@
 """Training with another model, objective, optimizer or callbacks, and what is saved of each."""
 
 import math
+import os
+import signal
 import threading
 
 import pytest
@@ -11,6 +13,7 @@ from conftest import (
     as_flags,
     assert_status,
     chat_rows,
+    load_recipe,
     losses,
     metrics,
     read_json,
@@ -27,6 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.source import open_data
@@ -35,8 +39,8 @@ from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.convert import configured_shape
 from gpt2_accel.models import gpt2
-from gpt2_accel.optim import learning_rate
-from gpt2_accel.train import train
+from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate
+from gpt2_accel.train import accumulate_gradients, next_token_loss, train
 
 
 def go(config, **seams):
@@ -539,3 +543,174 @@ def test_any_module_with_the_protocol_trains_resumes_and_is_saved(tiny, tmp_path
     config.write_text(config.read_text().replace("Recurrent", "Recurrent.exploded"))
     with refused("exploded"):
         from_pretrained(tmp_path / "run")
+
+
+# Gradients
+
+
+def sam_by_hand(model, batches, rho=0.05):
+    """Twenty updates of SAM as in its paper, with AdamW; returns the losses."""
+    optimizer = build_optimizer(model, SAM_SETTINGS)
+    losses = []
+    for step, batch in enumerate(batches):
+        set_learning_rate(optimizer, learning_rate(SAM_SETTINGS, step), 1e-2)
+        loss = model(batch.input_ids, batch.targets)
+        loss.backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+        with torch.no_grad():
+            for p in model.parameters():
+                p += rho * p.grad / norm
+        optimizer.zero_grad()
+        model(batch.input_ids, batch.targets).backward()
+        with torch.no_grad():
+            for p, weight in zip(model.parameters(), before, strict=True):
+                p.copy_(weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+SAM_SETTINGS = TrainConfig(learning_rate=1e-2, max_steps=20, warmup_steps=2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sam_equals_a_loop_by_hand(processes, data_dir, tmp_path):
+    settings = {"learning_rate": 1e-2, "max_steps": 20, "warmup_steps": 2}
+    config = tiny_config(data_dir, tmp_path, micro_batch_size=2, **settings)
+    torch.manual_seed(config.seed)
+    model = configured_shape(config, 257).build()
+    size = {"sequence_length": 32, "micro_batch_size": 4, "seed": config.seed}
+    loader = TrainLoader(open_data(data_dir).train, **size)
+    batches = [next(loader.update(4 * step, 4)) for step in range(20)]
+    expected = sam_by_hand(model, batches)
+    launch("tests/changes_script.py", *as_flags(config), processes=processes, CHANGE="sam")
+    assert losses(metrics(tmp_path)) == pytest.approx(expected, abs=2e-6)
+
+
+def test_a_stop_in_the_second_pass_saves_the_weights_as_they_were(tiny, tmp_path):
+    """SIGTERM between two micro-batches of it; a run that resumes ends as the undisturbed run."""
+    sam = load_recipe("changes/sam")
+    settings = {"micro_batch_size": 1, "save_every": 0, "max_steps": 6}
+    go(tiny("whole", **settings), gradients=sam.sam)
+    calls = []
+
+    def killed(model, batch):
+        calls.append(model.training)
+        if len(calls) == 3 * 8 + 6:  # of four micro-batches in each pass
+            os.kill(os.getpid(), signal.SIGTERM)
+        return next_token_loss(model, batch)
+
+    stopped = go(tiny("run", **settings), gradients=sam.sam, objective=killed)
+    assert len(losses(stopped)) == 3
+    go(tiny("run", **settings, resume_from="latest"), gradients=sam.sam)
+    assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
+
+
+def test_a_second_pass_that_is_not_finite_is_skipped(tiny):
+    sam = load_recipe("changes/sam")
+    calls = []
+
+    def objective(model, batch):
+        calls.append(1)
+        loss = next_token_loss(model, batch)
+        return loss * (torch.nan if len(calls) == 6 else 1)  # the second pass of the third update
+
+    lines = go(tiny(max_steps=5), gradients=sam.sam, objective=objective)
+    assert [line["step"] for line in lines if "skipped" in line] == [3]
+
+
+def without_loss(run, batches):
+    return {"other": accumulate_gradients(run, batches)["loss"]}
+
+
+def reserved(run, batches):
+    return accumulate_gradients(run, batches) | {"step": torch.ones(())}
+
+
+class Removing:
+    def on_pre_optimizer_step(self, run):
+        run.optimizer.zero_grad()
+
+
+def constant(model, batch):
+    return torch.nn.Parameter(torch.ones(()))
+
+
+CANNOT_TRAIN = {
+    "no loss": ({"gradients": without_loss}, "figures .'other'."),
+    "reserved": ({"gradients": reserved}, "none of grad_norm, learning_rate, step"),
+    "no gradients": ({"callbacks": [Removing()]}, "no weight of the model has a gradient"),
+    "constant": ({"objective": constant}, "no weight of the model has a gradient"),
+    "detached": ({"objective": lambda m, b: next_token_loss(m, b).detach()}, "does not depend on"),
+    "not a scalar": ({"objective": lambda m, b: m(b.input_ids)[0, 0]}, "return a scalar"),
+    "on meta": ({"objective": lambda m, b: next_token_loss(m, b).to("meta")}, "scalar"),
+    "no state": ({"callbacks": [type("Own", (), {"state_dict": lambda self: 3})()]}, "is a int"),
+    "None": ({"callbacks": [None]}, "none of the methods"),
+    "other arguments": (
+        {"callbacks": [type("Own", (), {"on_train_end": lambda self, run: 0})()]},
+        "on_train_end does not take run, finished",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_TRAIN)
+def test_parts_that_cannot_train_end_the_run_before_its_second_update(case, tiny, tmp_path):
+    seams, words = CANNOT_TRAIN[case]
+    with refused(words):
+        go(tiny(), **seams)
+    assert len(losses(metrics(tmp_path))) <= 1
+
+
+def test_callbacks_may_come_from_a_generator_and_stop_without_a_reason(tiny, tmp_path):
+    class Stop:
+        def on_step_end(self, run, skipped):
+            run.request_stop("")
+
+    assert len(go(tiny("run"), callbacks=(kind() for kind in [Stop]))) == 2
+    assert_status(tmp_path / "run", state="stopped", reason="a callback", requeue=False)
+
+
+class Lists(torch.optim.SGD):
+    """Keeps a list of matrices of other shapes for each parameter, as SOAP does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["GG"] = [torch.zeros(2, 3), [], torch.zeros(())]
+            state["GG"][0] += parameter.grad.abs().mean()
+            parameter.sub_(parameter.grad * state["GG"][0].mean() * 0.1)
+
+
+def test_lists_of_tensors_are_saved(tiny, tmp_path):
+    def lists(model, config):
+        return Lists(model.parameters(), lr=0.1)
+
+    go(tiny("whole", save_every=4), optimizer=lists)
+    checkpoint = tmp_path / "whole/checkpoint-4"
+    state = load_file(checkpoint / "training_state/optimizer.safetensors")
+    assert state["wte.weight/GG/0"].shape == (2, 3)
+    go(tiny("other", resume_from=str(checkpoint)), optimizer=lists)
+    assert weights_digest(tmp_path / "other") == weights_digest(tmp_path / "whole")
+
+
+def test_what_cannot_be_saved_is_named_after_the_first_update(tiny, tmp_path):
+    class Sets(torch.optim.SGD):
+        def step(self, closure=None):
+            self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
+            return super().step(closure)
+
+    with refused("wte.weight/seen, a set"):
+        go(tiny(max_steps=100), optimizer=lambda model, _: Sets(model.parameters(), lr=0.01))
+    assert len(losses(metrics(tmp_path))) <= 1
+
+
+def test_a_resume_prints_the_parts_that_have_changed(tiny, tmp_path, capsys):
+    go(tiny("run", save_every=4), gradients=load_recipe("changes/sam").sam)
+    capsys.readouterr()
+    go(tiny("more", resume_from=str(tmp_path / "run/checkpoint-4")))
+    assert ":sam -> gpt2_accel.train:accumulate_gradients from update 4" in capsys.readouterr().out

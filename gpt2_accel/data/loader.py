@@ -29,8 +29,9 @@ class Batch(NamedTuple):
 
     input_ids, targets: (B, T) int64; targets that do not count are -100.
     documents: (B, T) int64, the number of each token's conversation in its row; None for text.
-    divisor: a rank divides the mean loss of a micro-batch by it. The sum over the ranks is then the
-        mean over all counted targets, or all pairs, of the update. Infinite if none counts.
+    divisor: a rank divides the mean loss of a micro-batch by it. The mean over the ranks of their
+        sums is then the mean over all counted targets, or all pairs, of the update. Infinite if
+        none counts.
     numbers: (B,) int64, the windows' numbers in their data set.
     """
 

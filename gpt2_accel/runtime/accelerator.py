@@ -206,11 +206,10 @@ def gradients_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def gradient_norm(accelerator: Accelerator, model: torch.nn.Module) -> torch.Tensor:
-    """Returns the norm of the gradients over all ranks, a scalar in fp32, without fp16's scale."""
+def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
+    """Returns the norm of the gradients as they are, over all ranks, a scalar in fp32."""
     norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients_of(model)]
-    norm = full_tensor(torch.nn.utils.get_total_norm(norms))
-    return norm / accelerator.scaler.get_scale() if accelerator.scaler else norm
+    return full_tensor(torch.nn.utils.get_total_norm(norms))
 
 
 def clip_gradients(
@@ -225,8 +224,8 @@ def clip_gradients(
     parameters = list(model.parameters())
     if all(gradient.dtype.itemsize > 2 for gradient in gradients_of(model)):
         return accelerator.clip_grad_norm_(parameters, limit)
-    norm = gradient_norm(accelerator, model)
     accelerator.unscale_gradients()
+    norm = gradient_norm(model)
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 

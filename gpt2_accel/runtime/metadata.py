@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def describe_run(run: "Run") -> dict:
     """Returns the metadata of a run that is about to start, for `run.json` and the trackers.
 
-    `tokens` are the training tokens of the complete run. `batch` describes how the tokens of a
-    full update are divided. `bos` is the token that replaces the first of each window of text, in a
-    list. `changes` is the history of changed settings. `tokenizer` is the
-    fingerprint of the data's tokenizer. `git_commit` is the working directory's commit, with
-    `-dirty` after changes, None outside a repository. Only the main process reads the commit and
-    the versions, which takes time.
+    `parts` names the script and the parts of the run. `tokens` are the training tokens of the
+    complete run. `batch` describes how the tokens of a full update are divided. `bos` is the token
+    that replaces the first of each window of text, in a list. `changes` is the history of changed
+    settings. `tokenizer` is the fingerprint of the data's tokenizer. `git_commit` is the working
+    directory's commit, with `-dirty` after changes, None outside a repository. Only the main
+    process reads the commit and the versions, which takes time.
     """
     config = run.config
     accelerator = run.accelerator
@@ -51,6 +51,7 @@ def describe_run(run: "Run") -> dict:
         hardware += ", sharded by FSDP2"
     return {
         "run_id": run.state.run_id,
+        "parts": run.parts,
         "parameters": shape.parameter_count,
         "tokenizer": fingerprint(run.tokenizer),
         "flops_per_token": flops_per_token(shape, config.tokens_per_row),
@@ -76,7 +77,7 @@ def describe_training(run: "Run") -> Training:
     sizes = {name: getattr(shape, name) for name in SHAPE if hasattr(shape, name)}
     sizes["sequence_length"] = run.config.tokens_per_sequence
     return Training(
-        settings=run.config.settings() | sizes,
+        settings=run.config.settings() | sizes | {"parts": run.parts},
         data=run.metadata["data"],
         tokens=log.tokens,
         hours=log.seconds / 3600,

@@ -149,6 +149,7 @@ def facts(run: RunFolder) -> dict[str, Any]:
     }
     for name in METADATA:
         cells[name] = run.metadata.get(name) or ""
+    cells |= run.metadata.get("parts", {})
     cells["changes"] = "; ".join(run.metadata.get("changes", []))
     return cells
 

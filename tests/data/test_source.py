@@ -1,0 +1,203 @@
+"""Data that users give: sources in several forms, and what a run does with them."""
+
+import json
+import random
+from unittest.mock import patch
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    as_flags,
+    losses,
+    metrics,
+    read_json,
+    refused,
+    reset_accelerate,
+    run,
+    tiny_config,
+    weights_digest,
+)
+from launching import launch
+from seams_script import Drawn, T, Uneven, data_of, own_data
+from torch.utils.data import TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gpt2_accel import GPT, GPTConfig
+from gpt2_accel.data import counted, shards
+from gpt2_accel.data.loader import EvalLoader, TrainLoader
+from gpt2_accel.train import train
+
+
+def loader(source, micro_batch_size=4, **ranks):
+    parts = data_of(source).train
+    return TrainLoader(parts, sequence_length=T, micro_batch_size=micro_batch_size, seed=3, **ranks)
+
+
+ROW = np.random.default_rng(1).integers(257, size=(8, T + 1))
+LABELS = np.where(np.arange(T + 1) < 5, -100, ROW)
+FORMS = {
+    "tokens": (list(ROW), ROW[:, :-1], ROW[:, 1:]),
+    "tensor": (torch.from_numpy(ROW), ROW[:, :-1], ROW[:, 1:]),
+    "pairs": (list(zip(ROW[:, :-1], LABELS[:, 1:], strict=True)), ROW[:, :-1], LABELS[:, 1:]),
+    "torch": (
+        TensorDataset(*map(torch.tensor, (ROW[:, :-1], ROW[:, 1:]))),
+        ROW[:, :-1],
+        ROW[:, 1:],
+    ),
+    "datasets": (datasets.Dataset.from_dict({"input_ids": ROW}), ROW[:, :-1], ROW[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_source_may_have_several_forms(form):
+    source, inputs, targets = FORMS[form]
+    if form == "pairs":
+        source = counted(source)
+    data = data_of(source)
+    assert data.sequence_length == T
+    windows = np.stack([data.train[0][0][i] for i in range(8)], axis=1)
+    assert np.array_equal(windows[:2], np.stack([inputs, targets]))
+    assert data.tokens == 8 * T
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_with_labels_have_the_loss_of_transformers(masked):
+    """`labels` are not shifted. What the mask hides does not count, so it is -100 here."""
+    row = {"input_ids": ROW[0, :T], "labels": LABELS[0, :T]}
+    if masked:
+        row["attention_mask"] = np.arange(T) < 20
+    rows = datasets.Dataset.from_list([row, row])
+    window = data_of(counted(rows)).train[0][0][0]
+    hf = GPT2LMHeadModel(
+        GPT2Config(vocab_size=257, n_positions=T, n_embd=16, n_layer=1, n_head=1)
+    ).eval()
+    labels = np.where(np.arange(T) < (20 if masked else T), row["labels"], -100)
+    expected = hf(torch.tensor(row["input_ids"])[None], labels=torch.tensor(labels)[None]).loss
+    logits = hf(torch.from_numpy(window[0])[None]).logits[0]
+    actual = torch.nn.functional.cross_entropy(logits, torch.from_numpy(window[1]))
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert window.shape == (3, T)
+
+
+REFUSED = {
+    "no __len__": (iter([1]), "has no __len__ and __getitem__"),
+    "empty": ([], "has 0 windows: give 1 to 2"),
+    "another column": ([{"input_ids": [1, 2], "text": "a"}], "the columns are input_ids, text"),
+    "texts": (["a text"], "window 0"),
+    "floats": ([np.ones(T + 1)], "give integers"),
+    "unknown ids": ([np.full(T + 1, 257)], "token ids that are not from 0 to 256"),
+    "negative ids": ([np.full(T + 1, -1)], "token ids that are not from 0 to 256"),
+    "other lengths": ([ROW[0], ROW[0, :9]], "window 1 has the shape"),
+    "other shapes": ([(ROW[0], ROW[0, 1:])], "shapes of its parts"),
+    "an error": (Drawn(draw=lambda i: {}[i]), "window 0: KeyError"),
+    "random": (Drawn(draw=lambda i: [random.randrange(9) for _ in range(T + 1)]), "read again"),
+    "numpy": (Drawn(draw=lambda i: np.random.randint(9, size=T + 1)), "read again"),
+    "torch": (Drawn(draw=lambda i: torch.randint(9, (T + 1,))), "read again"),
+    "uncounted": ([(ROW[0, :-1], LABELS[0, 1:])], "wrap it by gpt2_accel.data.counted"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_source_that_cannot_be_trained_on_is_refused(case):
+    source, words = REFUSED[case]
+    with refused(words):
+        data_of(source)
+
+
+def test_windows_that_change_later_end_the_run_with_a_checkpoint(tiny, tmp_path):
+    source = Drawn(draw=lambda i: np.arange(T + 1) if i < 9 else np.arange(T))
+    with refused("window .* has the shape"):
+        train(tiny(max_steps=20), data=data_of(source))
+    assert list(tmp_path.glob("checkpoint-*/training_state/state.json"))
+
+
+def gradient_of(batches, divide=True):
+    """The gradient of an update of one rank: the sum over its micro-batches."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, T, 1, 1, 8))
+    for batch in batches:
+        loss = model(batch.input_ids, batch.targets)
+        (loss / (batch.divisor if divide else len(batches))).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(8, 1), (2, 1), (1, 1), (2, 2), (1, 4)])
+def test_uneven_targets_count_once_however_an_update_is_divided(size, ranks):
+    """Also where a micro-batch has none. A mean of means differs."""
+    order = loader(Uneven()).samples(8, 8)[:, 1].tolist()
+    assert sum(i % 4 == 0 for i in order) >= 1
+    windows = [Uneven()[i] for i in order]
+    inputs, targets = (torch.from_numpy(np.stack(part)) for part in zip(*windows, strict=True))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, T, 1, 1, 8))
+    logits = model(inputs)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    parts = [loader(Uneven(), size, rank=r, world_size=ranks).update(8, 8) for r in range(ranks)]
+    updates = [list(part) for part in parts]
+    actual = sum(map(gradient_of, updates)) / ranks
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+    if size == 2:
+        wrong = sum(gradient_of(update, divide=False) for update in updates) / ranks
+        assert (wrong - expected).abs().max() > 1e-3
+
+
+def test_a_run_on_a_source_resumes_exactly_and_names_its_data(tiny, tmp_path):
+    config = tiny("run", save_every=4, eval_every=4)
+    train(config, data=own_data)
+    saved = read_json(tmp_path / "run/run.json")
+    assert saved["data"] == "made up"
+    assert saved["parts"]["data"] == "made up"
+    assert "made up" in (tmp_path / "run/README.md").read_text()
+    assert "val/bits_per_byte" not in metrics(tmp_path / "run")[-1]
+    checkpoint = str(tmp_path / "run/checkpoint-4")
+    reset_accelerate()
+    train(tiny("more", save_every=4, eval_every=4, resume_from=checkpoint), data=own_data)
+    assert weights_digest(tmp_path / "more") == weights_digest(tmp_path / "run")
+    reset_accelerate()
+    with refused("was trained with the data"):
+        train(tiny("other", resume_from=checkpoint), data=data_of(Uneven(seed=5)))
+
+
+@pytest.mark.parametrize("how", ["two processes", "FSDP2"])
+def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir, tmp_path):
+    train(tiny("one", eval_every=4), data=own_data)
+    config = tiny_config(data_dir, tmp_path / "two", micro_batch_size=2, eval_every=4)
+    flags = ("tests/seams_script.py", *as_flags(config))
+    if how == "FSDP2":
+        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+        launch(*eager, *flags, processes=2, config="8xa100_fsdp2", CASE="source", FSDP="1")
+    else:
+        launch(*flags, processes=2, CASE="source")
+    for name in ("train/loss", "val/loss"):
+        one, two = (
+            [line[name] for line in metrics(tmp_path / folder) if name in line]
+            for folder in ("one", "two")
+        )
+        assert two == pytest.approx(one, abs=1e-6)
+
+
+def test_a_start_opens_the_manifest_once(tiny, tmp_path):
+    opened = []
+    honest = json.loads
+
+    def counting(text, *args, **options):
+        value = honest(text, *args, **options)
+        if isinstance(value, dict) and value.get("format") == shards.MANIFEST_FORMAT:
+            opened.append(value)
+        return value
+
+    with patch.object(json, "loads", counting):
+        run(tiny(eval_every=4))
+    assert len(opened) == 1
+    assert len(losses(metrics(tmp_path))) == 8
+
+
+def test_an_endless_source_needs_no_memory():
+    batch = next(loader(Drawn(size=2**62)).update(0, 4))
+    assert batch.input_ids.shape == (4, T)
+    assert len({tuple(row) for row in batch.input_ids.tolist()}) == 4
+    val = EvalLoader(data_of(Drawn(2**62)).train, sequence_length=T, batch_size=2, max_tokens=256)
+    assert val.windows == 8
