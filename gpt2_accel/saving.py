@@ -95,6 +95,7 @@ def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any
     state["parts"] = run.parts
     state["recent"] = run.guard.recent
     state["bos"] = run.train_loader.bos
+    state["phases"] = [start for start, _ in run.train_loader.phases]
     size = run.train_loader.micro_batch_size
     state["micro_batch"] = {"size": size, "processes": run.accelerator.num_processes}
     state["version"] = __version__

@@ -100,6 +100,7 @@ def setup(
     )
     with all_or_none():
         train_loader, val_loader = build_loaders(config, accelerator, data, size, bos)
+        train_loader.phases = phase_positions(config, accelerator, data, saved)
     if bos and data.sequence_length is None:
         accelerator.print(f"each window of text begins with {data.tokenizer.bos_token}")
     evaluations = build_evaluations(
@@ -368,6 +369,18 @@ def build_loaders(
         **common,
     )
     return train_loader, val_loader
+
+
+def phase_positions(
+    config: TrainConfig, accelerator: Accelerator, data: Data, saved: dict[str, Any]
+) -> list[tuple[int, list[float]]]:
+    """Returns the positions from which on later weights of a mixture hold, and these weights.
+
+    They are shares of the run as it was started first: a longer run keeps them.
+    """
+    end = config.batch_schedule(accelerator.num_processes).end
+    starts = saved.get("phases") or [round(share * end) for share, _ in data.phases]
+    return [(start, weights) for start, (_, weights) in zip(starts, data.phases, strict=True)]
 
 
 def build_evaluations(

@@ -218,6 +218,16 @@ def parse_options() -> argparse.Namespace:
         if source:
             convert = weighted if name == "mix" else str
             command.add_argument("source", metavar=source, nargs=nargs, type=convert)
+        if name == "mix":
+            command.add_argument(
+                "--from",
+                dest="phases",
+                action="append",
+                default=[],
+                nargs="+",
+                metavar="SHARE DATA_DIR=WEIGHT",
+                help="other weights from a share of the run on, as in --from 0.8 data/code=1",
+            )
         add_options(command, options)
         add_options(command, ALWAYS, default=argparse.SUPPRESS)  # keeps those before the command
         command.set_defaults(**DEFAULTS | DATASETS.get(name, {}))
@@ -435,7 +445,8 @@ def main() -> None:
         weights = dict(options.source)
         if len(weights) < len(options.source):
             raise ValueError("mix: a folder is named twice, give it one weight")
-        summarize(write_mixture(options.data_dir, weights))
+        phases = [(float(share), dict(map(weighted, own))) for share, *own in options.phases]
+        summarize(write_mixture(options.data_dir, weights, phases))
     elif options.command:
         prepare = PREPARE.get(options.command, prepare_corpus)
         summarize(prepare(options, command))

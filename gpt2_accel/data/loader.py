@@ -132,30 +132,57 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 
 
 def locate(
-    positions: np.ndarray, weights: Sequence[float], seed: int
+    positions: np.ndarray, weights: Sequence[float], seed: int, length: float = math.inf
 ) -> tuple[np.ndarray, np.ndarray]:
     """Assigns a data set to each position of the training order, by `weights`, which sum to 1.
 
-    positions: (n,) -> the numbers of the data sets, (n,), and the positions in their own orders,
-    (n,). Data set i has n · weights[i] of the first n positions, to within two, if n is a multiple
-    of `PERIOD`. The data sets are shuffled within a period.
+    positions: (n,), below `length` -> the numbers of the data sets, (n,), and the positions in
+    their own orders, (n,). Data set i has n · weights[i] of the first n positions, to within two,
+    if n is a multiple of `PERIOD` or `length`. The data sets are shuffled within a period.
     """
-    if len(weights) == 1:
-        return np.zeros_like(positions), positions
-    borders = np.cumsum(np.append(0.0, weights))
-    borders[-1] = 1.0
     sets = np.empty_like(positions)
     places = np.empty_like(positions)
     periods = positions // PERIOD
     for period in np.unique(periods).tolist():
         here = periods == period
-        slots = permute(positions[here] % PERIOD, PERIOD, hash64(seed, 2, period))
-        ends = np.floor(np.outer((period, period + 1), PERIOD * borders))
-        before, after = ends.astype(np.int64)
-        starts = after - before  # the first slot of each data set in this period
+        size = int(min(PERIOD, length - period * PERIOD))
+        slots = permute(positions[here] % PERIOD, size, hash64(seed, 2, period))
+        before = counts_before(period * PERIOD, weights)
+        starts = counts_before(period * PERIOD + size, weights) - before  # first slots in it
         own = np.searchsorted(starts, slots, side="right") - 1
         sets[here] = own
         places[here] = np.diff(before)[own] + slots - starts[own]
+    return sets, places
+
+
+def counts_before(position: int, weights: Sequence[float]) -> np.ndarray:
+    """Returns how many positions before this one the data sets have, cumulated, (sets + 1,)."""
+    shares = np.cumsum(np.append(0.0, weights))
+    shares[-1] = 1.0
+    return np.floor(position / PERIOD * (PERIOD * shares)).astype(np.int64)
+
+
+def locate_phases(
+    positions: np.ndarray, phases: Sequence[tuple[int, Sequence[float]]], seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Does what `locate` does, with weights that change: `phases` are first positions and weights.
+
+    The first phase begins at 0. Periods begin anew with a phase, and the data sets go on where the
+    phase before has left them.
+    """
+    sets = np.zeros_like(positions)
+    places = positions.copy()
+    if len(phases[0][1]) == 1:
+        return sets, places
+    done = np.zeros(len(phases[0][1]), np.int64)  # positions of each data set in earlier phases
+    ends = [start for start, _ in phases[1:]] + [math.inf]
+    for (start, weights), end in zip(phases, ends, strict=True):
+        here = (start <= positions) & (positions < end)
+        own, own_places = locate(positions[here] - start, weights, seed + start, end - start)
+        sets[here] = own
+        places[here] = own_places + done[own]
+        if end < math.inf:
+            done += np.diff(counts_before(int(end) - start, weights))
     return sets, places
 
 
@@ -267,12 +294,14 @@ class TrainLoader(Loader):
     """The training batches of one rank.
 
     `micro_batch_size` is the number of sequences per rank and backward pass, `windows` the number
-    of sequences in the data. Raises `ValueError` if the split is shorter than one sequence.
+    of sequences in the data. `phases` are later weights of a mixture and the positions from which
+    on they hold. Raises `ValueError` if the split is shorter than one sequence.
     """
 
     _: KW_ONLY
     micro_batch_size: int
     seed: int
+    phases: Sequence[tuple[int, Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,7 +351,8 @@ class TrainLoader(Loader):
         One position at a time would be slow.
         """
         positions = np.arange(block * ORDERED_AT_ONCE, (block + 1) * ORDERED_AT_ONCE)
-        sets, places = locate(positions, [weight for _, weight in self.parts], self.seed)
+        phases = [(0, [weight for _, weight in self.parts]), *self.phases]
+        sets, places = locate_phases(positions, phases, self.seed)
         windows = np.empty_like(places)
         for number in np.unique(sets).tolist():
             here = sets == number

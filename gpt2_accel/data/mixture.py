@@ -3,7 +3,8 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,30 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
-def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
+def write_mixture(
+    data_dir: str | Path,
+    weights: Mapping[str, float],
+    phases: Sequence[tuple[float, Mapping[str, float]]] = (),
+) -> dict:
     """Writes a folder that is a mixture of other folders; `weights` maps folders to weights.
 
     A folder's part of the training sequences is its part of the weights, whatever its size: a small
-    folder is repeated. Returns the manifest. Raises `ValueError` if a weight is not positive, if a
-    folder is a mixture itself or holds pairs, or if tokenizers, window lengths or chat templates
-    differ; `FileExistsError` if `data_dir` exists.
+    folder is repeated. `phases` are other weights of these folders, each from a share of the run
+    on; a folder that a phase does not name is left out of it.
+
+    Returns the manifest. Raises `ValueError` if a weight is not positive, if phases are not in
+    order or name another folder, if a folder is a mixture itself or holds pairs, or if tokenizers,
+    window lengths or chat templates differ; `FileExistsError` if `data_dir` exists.
     """
+    shares = [0.0, *(share for share, _ in phases), 1.0]
+    for share, own in phases:
+        if not own.keys() <= weights.keys() or not all(0 < w < math.inf for w in own.values()):
+            raise ValueError(
+                f"the weights from {share:g} of the run on are {dict(own)}: give positive weights "
+                f"of {', '.join(weights)}"
+            )
+    if any(not before < after for before, after in pairwise(shares)):
+        raise ValueError(f"phases begin at {shares[1:-1]} of the run: give rising shares below 1")
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ValueError(f"weights must be positive, got {dict(weights)}")
     manifests = {}
@@ -51,6 +68,11 @@ def write_mixture(data_dir: str | Path, weights: Mapping[str, float]) -> dict:
         manifest[name] = newest.get(name)
     manifest["source"] = " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items())
     manifest["mixture"] = parts
+    if phases:
+        manifest["phases"] = [
+            {"from": share, "weights": [own.get(folder, 0.0) for folder in weights]}
+            for share, own in phases
+        ]
     manifest["splits"] = splits
     with atomic_directory(data_dir) as scratch:
         shutil.copytree(first / "tokenizer", scratch / "tokenizer")

@@ -46,7 +46,8 @@ prompt with the rejected answer, and each window counts as 1.
 The manifest of imported token files (`third_party.py`) has `"documents": null`, `"bytes": null`.
 
 The manifest of a mixture has `"mixture": [{"data_dir": …, "weight": …}, …]` with paths relative to
-it, and no shards; its version is 2 if a part has version 2.
+it, and no shards; its version is 2 if a part has version 2. With `"phases": [{"from": share of the
+run, "weights": […]}, …]` the weights change.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ optional attribute `fingerprint`, a text, changes with the content.
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -60,7 +60,8 @@ class Data:
     to 1. `fingerprint` identifies the tokenizer and the content.
 
     The rest describes prepared data: its `folder`; whether it holds conversations (`chat`), with
-    several in a window (`packed`), or `pairs` of answers; the tokens that separate its documents.
+    several in a window (`packed`), or `pairs` of answers; the tokens that separate its documents;
+    later weights of a mixture, with the share of the run from which on they hold (`phases`).
 
     Raises `ValueError` if a source does not return windows, returns another one when it is read
     again, or has token ids that the tokenizer does not have.
@@ -78,6 +79,7 @@ class Data:
     packed: bool = False
     pairs: bool = False
     separators: frozenset[int | None] = frozenset()
+    phases: Sequence[tuple[float, list[float]]] = ()
 
     def __post_init__(self) -> None:
         if self.folder is not None:
@@ -170,6 +172,10 @@ def open_data(data_dir: str | Path) -> Data:
         chat=chat,
         packed=not pairs and any(own.get("packed", chat) for _, own, _ in parts),
         pairs=pairs,
+        phases=[
+            (phase["from"], [weight / sum(phase["weights"]) for weight in phase["weights"]])
+            for phase in manifest.get("phases", ())
+        ],
         separators=frozenset(own["tokenizer"]["end_of_text"] for _, own, _ in parts),
     )
 
@@ -183,6 +189,7 @@ def data_fingerprint(manifest: Mapping, parts: Iterable[tuple[Path, Mapping, flo
     if "mixture" in manifest:
         for _, part, weight in parts:
             content += [weight, data_fingerprint(part)]
+        content += manifest.get("phases", ())
     return text_digest(json.dumps(content, sort_keys=True))
 
 

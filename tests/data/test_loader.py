@@ -8,14 +8,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import losses, make_text, read_json, refused, run, tiny_config
+from conftest import losses, make_text, read_json, refused, reset_accelerate, run, tiny_config
 
-from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate
+from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, locate_phases
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.source import open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+from gpt2_accel.train import train
 
 # Mixtures
 
@@ -48,6 +49,67 @@ def test_a_mixture_follows_its_weights_and_the_order_of_each_data_set(shares):
         counts = np.cumsum(sets == number)[PERIOD - 1 :: PERIOD]
         assert np.abs(counts - share * PERIOD * np.arange(1, 11)).max() <= 2
     assert not np.array_equal(sets[:1024], sets[1024:2048])
+
+
+PHASES = [(0, (0.7, 0.3, 0.0)), (2500, (0.1, 0.1, 0.8)), (6000, (0.0, 0.5, 0.5))]
+
+
+def test_the_weights_of_a_mixture_change_over_the_run():
+    """Counts are exact to two at borders and at multiples of a period after; none is left out."""
+    positions = np.arange(12_144)
+    sets, places = locate_phases(positions, PHASES, 5)
+    for number in range(3):
+        order = places[sets == number]
+        assert sorted(order.tolist()) == list(range(len(order)))
+        ends = [start for start, _ in PHASES[1:]] + [12_144]
+        for (start, weights), end in zip(PHASES, ends, strict=True):
+            here = np.cumsum(sets[start:end] == number)
+            for n in [
+                *range(PERIOD, end - start, PERIOD),
+                *([end - start] if end < 12_144 else []),
+            ]:
+                wanted = weights[number] * n
+                assert abs(here[n - 1] - wanted) <= 2, (number, start, n)
+    some = np.array([12_143, 0, 2499, 2500, 7000])
+    assert np.array_equal(locate_phases(some, PHASES, 5), (sets[some], places[some]))
+    one = locate_phases(positions, PHASES[:1], 5)
+    assert np.array_equal(one, locate(positions, PHASES[0][1], 5))
+
+
+def test_a_run_keeps_the_phases_of_its_first_start(mixed, tmp_path):
+    small, large = str(mixed.parent / "small"), str(mixed.parent / "LARGE")
+    write_mixture(tmp_path / "mix", {small: 1, large: 1}, [(0.5, {large: 1})])
+    settings = {"save_every": 4, "lr_schedule": "constant"}
+    seen = []
+
+    class Seen:
+        def on_step_end(self, run, skipped):
+            first = run.schedule.first(run.step - 1)
+            seen.append(run.train_loader.samples(first, 4)[:, 0].tolist())
+
+    train(tiny_config(tmp_path / "mix", tmp_path / "run", **settings), callbacks=[Seen()])
+    assert {0, 1} == {number for batch in seen[:4] for number in batch}
+    assert seen[4:] == [[1] * 4] * 4
+    longer = settings | {"max_steps": 16, "resume_from": str(tmp_path / "run/checkpoint-4")}
+    reset_accelerate()
+    whole = seen.copy()
+    train(tiny_config(tmp_path / "mix", tmp_path / "longer", **longer), callbacks=[Seen()])
+    assert seen[8:12] == whole[4:]
+    other = tmp_path / "other"
+    write_mixture(other, {small: 1, large: 1}, [(0.25, {large: 1})])
+    reset_accelerate()
+    with refused("was trained with the data"):
+        train(tiny_config(other, tmp_path / "more", **longer))
+
+
+WRONG_PHASES = [(0.5, {"elsewhere": 1.0}), (0.5, {"small": 0.0}), (1.5, {"small": 1.0})]
+
+
+@pytest.mark.parametrize("phase", WRONG_PHASES)
+def test_wrong_phases_are_refused(phase, mixed, tmp_path, monkeypatch):
+    monkeypatch.chdir(mixed.parent)
+    with refused("give positive weights of small, LARGE|give rising shares"):
+        write_mixture(tmp_path / "mix", {"small": 1, "LARGE": 1}, [phase])
 
 
 def test_a_mixture_trains_and_evaluates_by_its_weights(mixed, tmp_path):
