@@ -87,9 +87,20 @@ def check_callback(callback: Any) -> None:
 
 
 class Figures:
-    """Logs the figures of an update every `log_every` updates."""
+    """Logs the figures of an update every `log_every` updates, and once that the data is slow."""
+
+    slow = False  # whether that was said
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
+        waited, seconds = run.loader.waited, run.log.seconds
+        if not self.slow and run.step % 50 == 0 and waited > seconds / 2:
+            self.slow = True
+            made = run.schedule.first(run.step) / seconds
+            run.log.print_line(
+                f"the data is slow: it gives {made:,.0f} windows/s, and the run could train on "
+                f"{made * seconds / (seconds - waited):,.0f}: prepare it as shards, or make it "
+                "faster"
+            )
         if skipped:
             return
         first = run.step == 1

@@ -1,6 +1,7 @@
 """Reads the next micro-batches in a background thread while the device computes."""
 
 import itertools
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 
@@ -37,8 +38,10 @@ class PrefetchLoader(AbstractContextManager):
     """The micro-batches of the updates `steps` of a `schedule`, read ahead also across updates.
 
     A context manager. It takes the place of `loader` in the training loop, which asks for these
-    updates in order.
+    updates in order. `waited` are the seconds in which the loop has waited for it.
     """
+
+    waited = 0.0
 
     def __init__(
         self, loader: TrainLoader, schedule: BatchSchedule, steps: range, device: torch.device
@@ -57,4 +60,11 @@ class PrefetchLoader(AbstractContextManager):
         """Returns the micro-batches of `TrainLoader.update`, and their number."""
         assert first == next(self._firsts), first
         count = self.micro_batches(sequences)
-        return itertools.islice(self._batches, count), count
+        return self._timed(count), count
+
+    def _timed(self, count: int) -> Iterator[Batch]:
+        for _ in range(count):
+            start = time.perf_counter()
+            batch = next(self._batches)
+            self.waited += time.perf_counter() - start
+            yield batch

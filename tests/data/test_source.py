@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import time
 from unittest.mock import patch
 
 import datasets
@@ -193,6 +195,17 @@ def test_a_start_opens_the_manifest_once(tiny, tmp_path):
         run(tiny(eval_every=4))
     assert len(opened) == 1
     assert len(losses(metrics(tmp_path))) == 8
+
+
+def test_a_source_that_is_slower_than_the_run_gets_one_line(tiny, capsys):
+    def slow(i):
+        time.sleep(0.02)
+        return np.arange(T + 1)
+
+    train(tiny(max_steps=150), data=data_of(Drawn(draw=slow)))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "the data is slow" in line]
+    made = int(re.search("gives ([0-9]+) windows/s", line)[1])
+    assert 20 <= made <= 50
 
 
 def test_an_endless_source_needs_no_memory():
