@@ -7,11 +7,11 @@ A recipe subclasses `TrainConfig` to change defaults or to add its own settings,
 import sys
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import yaml
 
-from gpt2_accel.optim import OPTIMIZERS, SCHEDULES, BatchSchedule, halved
+from gpt2_accel.batch_size import BatchSchedule, halved
 from gpt2_accel.runtime.files import write_file
 from gpt2_accel.runtime.options import (
     Parser,
@@ -23,12 +23,11 @@ from gpt2_accel.runtime.options import (
     true_or_false,
 )
 
-if TYPE_CHECKING:
-    from gpt2_accel.data.source import Data
-
 ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")  # see `models.config_class`
 PATHS = ("data_dir", "output_dir", "init_from", "hellaswag_data", "core_data", "resume_from")
 WEIGHT_DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "wsd_linear", "constant")  # see `optim.learning_rate`
 TRACKERS = ("wandb", "tensorboard", "trackio")  # see `runtime/trackers.py`
 # Command-line flags for one call: a run does not save them as settings.
 NOT_SAVED = ("dry_run", "profile")
@@ -229,8 +228,10 @@ class TrainConfig:
         if n_positions < self.n_positions and not given:
             self.sequence_length = n_positions
 
-    def fit_data(self, data: "Data") -> None:
-        """Sets `rows`, and `max_steps` to `epochs` passes over the data, if `epochs` is given.
+    def fit_data(self, data: Any) -> None:
+        """Fits the settings to a `Data`.
+
+        Sets `rows`, and `max_steps` to `epochs` passes over the data, if `epochs` is given.
 
         Windows of a fixed length set `sequence_length`, if it is not given. Raises `ValueError` if
         the run has 2^63 updates or more.

@@ -7,7 +7,6 @@ prepared pairs, so there is no second model.
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +17,9 @@ from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.evals.validation import per_window
 from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.rounding import round_up
+from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import remove_leftovers, write_file
 from gpt2_accel.runtime.processes import on_main_process
-
-if TYPE_CHECKING:
-    from gpt2_accel.run import Run
 
 LOSS_TYPES = ("sigmoid", "sigmoid_norm")
 
@@ -104,7 +101,7 @@ class Preferences:
                 "another --output_dir"
             )
 
-    def on_train_begin(self, run: "Run") -> None:
+    def on_train_begin(self, run: Run) -> None:
         """Reads the reference's log-probabilities, or computes them before the first update.
 
         Raises `ValueError` if they are missing or damaged at a resume: the model is no longer the
@@ -139,7 +136,7 @@ class Preferences:
         for split, table in found.items():
             self.reference[split] = table.to(accelerator.device)
 
-    def compute(self, run: "Run") -> dict[str, torch.Tensor]:
+    def compute(self, run: Run) -> dict[str, torch.Tensor]:
         """Returns the log-probabilities of all answers by the current weights, without dropout.
 
         They are (pairs, 2) for each split. Sets `run.stopping` if a rank has to stop.

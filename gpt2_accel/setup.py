@@ -17,7 +17,6 @@ from gpt2_accel.callbacks import (
     Figures,
     Kept,
     Profiler,
-    Pushes,
     Samples,
     Trackers,
     check_callback,
@@ -39,6 +38,7 @@ from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.lifecycle import open_logs
 from gpt2_accel.models import LanguageModel, ModelConfig, skeleton
 from gpt2_accel.models.any_model import AnyModel, documents_cross
+from gpt2_accel.pushes import Pushes
 from gpt2_accel.run import Evaluation, Gradients, Loss, Objective, Run
 from gpt2_accel.runtime.accelerator import prepare_model
 from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process

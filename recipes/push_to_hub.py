@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
+from gpt2_accel.charts import draw_loss
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.hf.convert import read_config
 from gpt2_accel.hf.hub import PICTURE, check_push, push_model
-from gpt2_accel.hf.loss_plot import draw_loss
 from gpt2_accel.hf.safetensors_files import weight_files
 
 

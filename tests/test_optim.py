@@ -1,6 +1,7 @@
 """Muon equals torch's, the schedules have known values, ranks share Muon's matrices."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_a_batch_ramp_counts_tokens():
         assert max(0, full * steps - seen - 3) <= sum(sizes) <= max(0, full * steps - seen)
     config.total_batch_size = 16 * 32
     config.epochs = 1.5
-    config.fit_data({"splits": {"train": {"tokens": 400 * 32}}})  # 600 sequences, 37.5 updates
+    data = SimpleNamespace(pairs=False, sequence_length=None, tokens=400 * 32)
+    config.fit_data(data)  # 600 sequences, 37.5 updates
     assert config.batch_schedule(1).updates > config.max_steps == 38
     config.ramp_start = 1
     with refused("multiple of"):

@@ -66,7 +66,7 @@ class CheckpointWriter(AbstractContextManager):
         self._thread = threading.Thread(target=self._write, args=snapshot, daemon=True)
         self._thread.start()
 
-    def __exit__(self, kind: type | None, *_) -> None:
+    def __exit__(self, kind: type | None, *_: Any) -> None:
         """Waits for a running write, also after an error, but not after a second Ctrl-C."""
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             self._wait()

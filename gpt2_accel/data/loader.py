@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gpt2_accel.batch_size import halved
 from gpt2_accel.data.shards import COUNTS, STARTS, TOKEN_ID, TokenStream, UnreadableData
-from gpt2_accel.optim import halved
 from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.files import sentence
 

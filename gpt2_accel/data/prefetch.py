@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, closing
 
 import torch
 
+from gpt2_accel.batch_size import BatchSchedule
 from gpt2_accel.data.loader import Batch, TrainLoader
 from gpt2_accel.data.threads import in_order
-from gpt2_accel.optim import BatchSchedule
 from gpt2_accel.runtime.device import to_device
 
 BATCHES_AHEAD = 2  # micro-batches: one is ready, and one is being read
@@ -53,7 +53,7 @@ class PrefetchLoader(AbstractContextManager):
         batches = (batch for step in steps for batch in loader.update(first(step), size(step)))
         self._batches = prefetch(batches, device)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self._batches.close()
 
     def update(self, first: int, sequences: int) -> tuple[Iterator[Batch], int]:

@@ -8,7 +8,7 @@ from accelerate.utils import parse_flag_from_env
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.shards import DATA_MANIFEST
 from gpt2_accel.data.source import Data, open_data
-from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
+from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.estimate.memory import (
     HEAP,
     LIBRARIES,
@@ -29,7 +29,7 @@ from gpt2_accel.runtime.device import (
     logits_at_once,
     precision_name,
 )
-from gpt2_accel.runtime.files import readable_size
+from gpt2_accel.runtime.files import duration, readable_size
 from gpt2_accel.runtime.options import load_yaml
 from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE

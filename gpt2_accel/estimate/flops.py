@@ -1,6 +1,4 @@
-"""FLOPs per token of training, a typical model FLOPs utilisation (MFU), durations as text."""
-
-from datetime import timedelta
+"""FLOPs per token of training, a typical model FLOPs utilisation (MFU)."""
 
 from gpt2_accel.models import ModelConfig
 
@@ -17,8 +15,3 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """
     width = config.n_layer * config.n_head * config.head_dim
     return 6 * config.matmul_parameters + 12 * width * sequence_length
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration: 0:02:18, or 4 days, 7:00:00."""
-    return str(timedelta(seconds=round(seconds)))

@@ -1,6 +1,6 @@
 """The Hugging Face Hub: downloads and uploads model directories.
 
-`callbacks.Pushes` uploads during a run.
+`pushes.py` uploads during a run.
 
 A repository's root is a model directory. With the strategy `checkpoint` its folder
 `last-checkpoint/` is a checkpoint for `--resume_from USER/NAME`. The Hub client finds the access

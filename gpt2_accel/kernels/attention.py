@@ -8,6 +8,7 @@ Shape letters as in `models/gpt2.py`.
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -70,7 +71,9 @@ def document_blocks(documents: torch.Tensor) -> BlockMask:
     """
     B, T = documents.shape
 
-    def attended(b, h, q, k):
+    def attended(
+        b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
         return (q >= k) & (documents[b, q] == documents[b, k])
 
     return create_block_mask(attended, B, None, T, T, documents.device)
@@ -89,6 +92,6 @@ def block_attention(
 
 
 @functools.cache
-def compiled_attention():
+def compiled_attention() -> Any:
     """Returns FlexAttention compiled for an uncompiled model: uncompiled it computes all scores."""
     return torch.compile(flex_attention, dynamic=False)

@@ -11,6 +11,7 @@ Shape letters as in `models/gpt2.py`; N = B·T rows.
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,14 +94,14 @@ class RowLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, nats: torch.Tensor, *arguments) -> torch.Tensor:
+    def forward(ctx: Any, nats: torch.Tensor, *arguments: Any) -> torch.Tensor:
         ctx.save_for_backward(*arguments[:3])
         ctx.settings = arguments[3:]
         return nats.view_as(nats)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, grad_x, grad_w = chunked_cross_entropy(*ctx.saved_tensors, *ctx.settings, grad)
         return None, grad_x, grad_w, None, None, None, None, None
 
@@ -216,7 +217,15 @@ def chunked_cross_entropy(
 
 
 @chunked_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, rows, compiled, soft_cap, factors=None):
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    rows: int,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
     grad_w_dtype = x.dtype if len(x) <= rows else accumulate_dtype
     grad_w = torch.empty_like(weight, dtype=grad_w_dtype)
@@ -228,12 +237,12 @@ def gradient_scale(dtype: torch.dtype) -> float:
     return FP16_SCALE if dtype == torch.float16 else 1.0
 
 
-def keep_gradients(ctx, inputs, output) -> None:
+def keep_gradients(ctx: Any, inputs: Any, output: Any) -> None:
     """Saves the gradients for the backward pass."""
     ctx.save_for_backward(*output[1:])
 
 
-def scale_gradients(ctx, grad_total: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+def scale_gradients(ctx: Any, grad_total: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     """Scales the saved gradients by `grad_total`, a scalar.
 
     Autograd casts them to the dtypes of x and the weight. The other arguments have no gradient.

@@ -15,7 +15,7 @@ TUNED = {"BLOCK": 16384, "num_warps": 32}
 
 
 @triton.jit
-def kernel(logits, factor, log_sum, stride, V, BLOCK: tl.constexpr):
+def kernel(logits, factor, log_sum, stride, V, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program per row: the first loop finds the maximum and the sum of the powers (Milakov,
     Gimelshein, 2018, arXiv:1805.02867), the second, which reads from the cache, writes."""
     row = tl.program_id(0).to(tl.int64)

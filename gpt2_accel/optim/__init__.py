@@ -1,9 +1,7 @@
-"""The optimizer of a model, and the schedules of the learning rate and the batch size.
+"""The optimizer of a model, and the schedule of the learning rate.
 
-Both schedules are pure functions of the step. The loop writes the learning rate into the optimizer,
+The schedule is a pure function of the step. The loop writes the learning rate into the optimizer,
 so a resume needs only the step, and there is no scheduler to prepare or to save.
-
-`config.py` imports this module, so functions import torch themselves: `--help` need not wait.
 """
 
 import math
@@ -11,19 +9,14 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpt2_accel.rounding import ceil_div, round_up
+from gpt2_accel.config import TrainConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from gpt2_accel.config import TrainConfig
 
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "wsd", "wsd_linear", "constant")
-
-
-def learning_rate(settings: "TrainConfig", step: float) -> float:
+def learning_rate(settings: TrainConfig, step: float) -> float:
     """Returns the learning rate of update `step`, which counts from 0.
 
     `step` counts updates of the full batch. It is a fraction during a batch-size ramp and after a
@@ -56,55 +49,6 @@ def learning_rate(settings: "TrainConfig", step: float) -> float:
     return peak * (lowest + (1 - lowest) * remaining)
 
 
-class BatchSchedule:
-    """The batch size of each update in sequences, from update `step` on, after `seen` sequences.
-
-    It is `full`, or with `ramp` grows linearly from `start` to `full` over the first `ramp`
-    sequences, in multiples of `start`, which divides `full` (as in GPT-3: Brown et al., 2020,
-    arXiv:2005.14165, appendix B, from 32k tokens over the first 4 to 12 billion). It is a function
-    of the sequences seen, so a resumed run has the same batches.
-
-    `updates` is the number of updates, from the start of the run, that see `total` sequences. With
-    a ramp the last update may be smaller, to end at `total`. Without a ramp it is full, also after
-    a resume with another batch size.
-    """
-
-    def __init__(self, full: int, total: int, start: int, ramp: int, step: int, seen: int):
-        self.full = full
-        self.step = step
-        left = max(0, total - seen)
-        left = left - left % start if ramp else round_up(left, full)
-        self.end = seen + left
-        self.firsts = [seen]  # the first sequence of each update of the ramp, and of the next
-        while seen < min(ramp, self.end):
-            size = start + (full - start) * seen // ramp
-            seen = min(seen + size // start * start, self.end)
-            self.firsts.append(seen)
-        self.ramped = step + len(self.firsts) - 1  # updates at the end of the ramp
-        self.updates = self.ramped + ceil_div(self.end - seen, full)
-
-    def first(self, step: int) -> int:
-        """Returns the number of sequences before update `step`."""
-        assert step >= self.step, (step, self.step)
-        if step < self.ramped:
-            return self.firsts[step - self.step]
-        return min(self.firsts[-1] + (step - self.ramped) * self.full, self.end)
-
-    def sequences(self, step: int) -> int:
-        """Returns the batch size of update `step`."""
-        return self.first(step + 1) - self.first(step)
-
-
-def halved(size: int, total: int) -> int:
-    """Halves the micro-batch `size` until it divides `total` sequences.
-
-    Halving keeps the number of compiled shapes small.
-    """
-    while total % size:
-        size = max(size // 2, 1)
-    return size
-
-
 def set_learning_rate(optimizer: "torch.optim.Optimizer", value: float, peak: float) -> None:
     """Writes the learning rate into the parameter groups.
 
@@ -134,7 +78,7 @@ def evaluating_optimizer(optimizer: "torch.optim.Optimizer") -> Iterator[None]:
         set_training(optimizer, True)
 
 
-def build_optimizer(model: "nn.Module", settings: "TrainConfig") -> "torch.optim.Optimizer":
+def build_optimizer(model: "nn.Module", settings: TrainConfig) -> "torch.optim.Optimizer":
     """Builds the optimizer of the settings, for the parameters that are trained.
 
     `adamw` is fused AdamW; `muon` is Muon for the matrices of the blocks and AdamW for the other

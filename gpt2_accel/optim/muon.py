@@ -1,6 +1,7 @@
 """Muon: an optimizer for the matrices of the blocks, with AdamW for the other parameters."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ class Muon(torch.optim.AdamW):
 
     momentum = 0.95
 
-    def __init__(self, params, stacked: dict[str, int] | None = None, **adamw_options):
+    def __init__(
+        self, params: Any, stacked: dict[str, int] | None = None, **adamw_options: Any
+    ) -> None:
         super().__init__(params, fused=True, **adamw_options)
         self.stacked = stacked or {}
         for group in self.param_groups:
@@ -44,7 +47,7 @@ class Muon(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         """Makes one update. Returns the loss of `closure`, if there is one."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]

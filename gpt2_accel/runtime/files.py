@@ -1,4 +1,4 @@
-"""Atomic writes, folder locks, checksums, sizes and numbers as text, JSON lines, error messages.
+"""Atomic writes, locks, checksums, sizes, times and numbers as text, JSON lines, error messages.
 
 A reader of a file sees the old content or the new, never a part. Files are written under a hidden
 temporary name beside the target, `.NAME.HOST.PID.NUMBER.partial`, synced to disk and renamed. The
@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -278,6 +279,11 @@ def plain_name(name: str) -> bool:
 def readable_size(size: float) -> str:
     """Formats a size in bytes with three digits: 850kB, 3.40MB, 12.0GB (1e9 bytes)."""
     return tqdm.format_sizeof(size, "B")
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration: 0:02:18, or 4 days, 7:00:00."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def number(values: Mapping[str, float | None], name: str) -> str:

@@ -72,7 +72,7 @@ class RunLog(AbstractContextManager):
         self.resume()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._bar.close()  # it stays on the terminal
         for file in self._files:
             file.close()
@@ -212,7 +212,7 @@ class Status:
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if kind is not None and not self._ended.is_set():  # an error after the end does not count
             if issubclass(kind, KeyboardInterrupt):
                 self.end("stopped", "SIGINT, twice")

@@ -9,12 +9,13 @@ import torch
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
-from gpt2_accel.estimate.flops import TYPICAL_MFU, duration, flops_per_token
+from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
 from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
+from gpt2_accel.runtime.files import duration
 from gpt2_accel.tokenizer import fingerprint
 
 if TYPE_CHECKING:

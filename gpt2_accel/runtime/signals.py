@@ -88,11 +88,11 @@ class StopRequest:
         die_with_launcher()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _) -> None:
+    def _note(self, number: int, _: Any) -> None:
         if self._signal is None:
             self._received = time.monotonic()
             self._signal = signal.Signals(number).name

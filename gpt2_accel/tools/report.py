@@ -11,10 +11,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from gpt2_accel.checkpoint.find import list_checkpoints, read_status
-from gpt2_accel.estimate.flops import duration
-from gpt2_accel.evals.results import read_record, rows_of
-from gpt2_accel.hf.loss_plot import (
+from gpt2_accel.charts import (
     COLOURS,
     FAINT,
     INK,
@@ -24,7 +21,9 @@ from gpt2_accel.hf.loss_plot import (
     curve_points,
     require_matplotlib,
 )
-from gpt2_accel.runtime.files import atomic_files, number, read_json_lines
+from gpt2_accel.checkpoint.find import list_checkpoints, read_status
+from gpt2_accel.evals.results import read_record, rows_of
+from gpt2_accel.runtime.files import atomic_files, duration, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
 
 # Horizontal axes: label, key in `metrics.jsonl`, and factor, None for the run's FLOPs per token.

@@ -10,9 +10,12 @@ function of i, so ranks, micro-batches and a resume see the same sums. The valid
 with another seed. `sums/exact_match` is the share of 100 of them that the model answers.
 """
 
+from gpt2_accel import cli
+
+# gpt2_accel before torch: it sets how torch's threads wait.
+# isort: split
 import numpy as np
 
-from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data import Data
 from gpt2_accel.generation.sampling import Sampling

@@ -27,7 +27,7 @@ class Lion(torch.optim.Optimizer):
         self.beta1 = beta1
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["updates"] += 1
             for weight in group["params"]:

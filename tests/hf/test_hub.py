@@ -24,11 +24,11 @@ from launching import ROOT, python
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel import save_pretrained
-from gpt2_accel.callbacks import Pushes
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
+from gpt2_accel.pushes import Pushes
 from gpt2_accel.tokenizer import byte_tokenizer
 
 SCRIPT = "tests/train_script.py"

@@ -1,0 +1,105 @@
+"""A callback that pushes checkpoints and the final model to the Hub during a run."""
+
+import shutil
+import threading
+import time
+from concurrent.futures import thread as executors
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from gpt2_accel.charts import draw_loss
+from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
+from gpt2_accel.run import Run
+from gpt2_accel.runtime.files import remove, sentence
+
+
+class Pushes(AbstractContextManager):
+    """Pushes checkpoints and the final model to the Hub, in the background of the main process.
+
+    Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save`
+    also the model of each checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
+
+    Hard links keep a checkpoint's files until they are sent. During an upload only the newest
+    checkpoint waits. A failed upload is printed; it never ends the run. Leaving the context waits
+    for the last upload while the run's `stop` has seconds left. The threads are daemons: the
+    interpreter would wait at its exit for others, even if the Hub never answers.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None  # set on the main process only
+        self.newest: Path | None = None
+        self.thread = threading.Thread()
+        self.uploading = threading.Lock()
+
+    def on_train_begin(self, run: Run) -> None:
+        if run.accelerator.is_main_process:
+            self.run = run
+            self.scratch = run.run_dir / ".uploads"
+            self.repo_id = run.config.push_to_hub or ""
+            self.print_line = run.log.print_line
+            remove(self.scratch)  # a process that was killed left it
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if self.run is None:
+            return
+        thread = self.thread
+        if thread.is_alive() and kind is None:
+            self.print_line(
+                f"waiting for the upload to {self.repo_id}; press Ctrl-C twice to end without it: "
+                f"all files are in {self.scratch.parent}"
+            )
+            with suppress(KeyboardInterrupt):
+                while thread.is_alive() and self.run.stop.seconds_left > 0:
+                    thread.join(0.1)
+        if thread.is_alive():
+            self.print_line(
+                f"the upload to {self.repo_id} did not end in time: push again by push_to_hub.py"
+            )
+            self.newest = None
+            # The interpreter would join the client's own threads, which may wait forever.
+            executors._threads_queues = {}
+        remove(self.scratch)
+
+    def on_save(self, run: Run, path: Path) -> None:
+        if self.run is not None and run.config.hub_strategy != "end":
+            self.push(run, path, path)
+
+    def on_train_end(self, run: Run, finished: bool) -> None:
+        if self.run is None or not finished:
+            return
+        try:
+            draw_loss(run.run_dir, run.run_dir / PICTURE)
+        except (OSError, ValueError) as error:
+            self.print_line(f"the loss is not plotted: {sentence(error)}")
+        self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
+
+    def push(self, run: Run, directory: Path, checkpoint: Path) -> None:
+        """Starts to push the model in `directory`.
+
+        With the strategy `checkpoint` also pushes the folder `checkpoint`.
+        """
+        folder = self.scratch / f"{time.time_ns()}"
+        try:
+            stage(directory, folder, self.repo_id)
+            if run.config.hub_strategy == "checkpoint":
+                shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
+        except (OSError, ValueError) as error:  # a full disk must not end the run
+            self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
+            return
+        self.newest = folder
+        self.thread = threading.Thread(target=self._upload, args=[folder], daemon=True)
+        self.thread.start()
+
+    def _upload(self, folder: Path) -> None:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()  # they would break the run's progress bar
+        with self.uploading:
+            if folder == self.newest:
+                try:
+                    self.print_line(f"uploaded to {push(folder, self.repo_id)}")
+                except OSError as error:
+                    self.print_line(str(error))
+        remove(folder)
