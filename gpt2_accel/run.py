@@ -72,7 +72,7 @@ class MicroBatches:
             yield self._kept[number]
 
 
-Gradients = Callable[["Run", MicroBatches], dict[str, torch.Tensor]]
+Gradients = Callable[["Run", MicroBatches], dict[str, Any]]
 """(run, micro-batches of an update) -> this rank's `loss` and other figures, scalars; leaves the
 gradients in the parameters. `train.accumulate_gradients` is the default."""
 
