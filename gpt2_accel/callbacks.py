@@ -111,10 +111,13 @@ class Evaluations:
     """Runs the evaluations that are due, until one is interrupted.
 
     `evaluations` are pairs of an interval in updates and an evaluation. The validation loss decides
-    on early stopping and the best checkpoint. Raises `Diverged` if it is not finite.
+    on early stopping and the best checkpoint. Raises `Diverged` if it is not finite, `ValueError`
+    for other pairs.
     """
 
     def __init__(self, evaluations: list[tuple[int, Evaluation]]):
+        if not all(isinstance(every, int) and callable(own) for every, own in evaluations):
+            raise ValueError("give pairs of an interval in updates and a function")
         self.evaluations = evaluations
 
     def on_train_begin(self, run: Run) -> None:

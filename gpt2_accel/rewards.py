@@ -16,7 +16,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pydoc import ErrorDuringImport, importfile
 from typing import Any, NamedTuple
 
@@ -138,12 +137,12 @@ def load_reward(name: str) -> Reward:
     if name in known:
         return known[name]
     place, _, function = name.rpartition(":")
-    found = None
-    with suppress(ImportError, AttributeError, OSError, ErrorDuringImport):
-        found = getattr(importfile(place), function)
-    if not callable(found):
-        raise ValueError(f"--reward {name} is not number, exact or FILE.py:FUNCTION")
-    return found
+    try:
+        return getattr(importfile(place), function)
+    except (ImportError, AttributeError, OSError, ErrorDuringImport) as error:
+        raise ValueError(
+            f"--reward {name} is not number, exact or FILE.py:FUNCTION ({error})"
+        ) from error
 
 
 def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:

@@ -114,6 +114,7 @@ class Run:
     unreported: bool = False  # a checkpoint is written, and callbacks do not know it
     stopping: bool = False
     unevaluated: bool = False
+    reduced: bool = False  # whether the gradients of this update were reduced
     figures: dict[str, float] = field(default_factory=dict)
     figure_names: list[str] | None = None
     problem: str = ""  # why the last skipped update was skipped
@@ -171,7 +172,8 @@ class Run:
     def backward(self, loss: torch.Tensor, *, last: bool = True) -> None:
         """Adds the gradients of a loss, a scalar, to those of the parameters.
 
-        They are reduced over the ranks in the `last` call of a pass. Raises `ValueError` for a loss
+        They are reduced over the ranks in the `last` call of a pass; before it they are those of
+        this rank. Raises `ValueError` for a loss
         that is not a scalar, or does not depend on weights that are trained.
         """
         if loss.numel() != 1 or loss.is_meta:
@@ -183,6 +185,7 @@ class Run:
             )
         with reducing(self.accelerator, self.model, last):
             self.accelerator.backward(loss)
+        self.reduced = last
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the norm of the gradients as they are, with an fp16 scaler's factor, in fp32."""

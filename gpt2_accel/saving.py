@@ -38,8 +38,9 @@ def resume(run: Run, checkpoint: Path) -> None:
         saved = read_state(checkpoint)
         for name, value in order_of(run).items():
             if saved[name] != value and not config.ignore_changes:
+                new = f"{value} of {run.data.name}" if name == "data" else value
                 raise ValueError(
-                    f"{checkpoint} was trained with the {name} {saved[name]}, not {value}, which "
+                    f"{checkpoint} was trained with the {name} {saved[name]}, not {new}, which "
                     "changes the order of the data: resume with the original value, or with "
                     "--ignore_changes"
                 )

@@ -64,6 +64,8 @@ def setup(
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work
     together.
     """
+    if not isinstance(callbacks, Iterable):
+        raise ValueError(f"callbacks is a {type(callbacks).__name__}: give a list of callbacks")
     users = list(callbacks)
     for callback in users:
         check_callback(callback)
@@ -155,7 +157,7 @@ def find_data(config: TrainConfig, data: "Data | Callable[[Any], Data] | None") 
     if data is None:
         open_hub(config.data_dir)
         return open_data(config.data_dir)
-    if not isinstance(data, Data):
+    if callable(data):
         data = data(config)
     if not isinstance(data, Data):
         raise ValueError(

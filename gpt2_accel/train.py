@@ -138,6 +138,11 @@ def run_updates(run: Run) -> None:
         except Interrupted:  # the unfinished update is dropped
             break
         grad_norm = clip_gradients(accelerator, model, config.max_grad_norm)
+        if not run.reduced:
+            raise ValueError(
+                "the gradients of the update are not reduced over the processes: give the last "
+                "run.backward of a pass last=True"
+            )
         figures = reduce_figures(run, totals, grad_norm)  # the host waits for the device here
         scaled = accelerator.scaler is not None  # fp16
         problem = run.guard.check(figures["loss"], figures["grad_norm"], scaled=scaled)
@@ -187,13 +192,17 @@ def reduce_figures(
     train on tokens that a rank could not read. Raises `ValueError` if the figures are not those of
     the main process's first update, or have a reserved name.
     """
+    if not isinstance(figures, dict) or "loss" not in figures:
+        raise ValueError(
+            f"the gradients return {figures!r}: return a dict of scalars that has loss"
+        )
     names = sorted(figures)
     if run.figure_names is None:
         run.figure_names = on_main_process(lambda: names)
-    if names != run.figure_names or "loss" not in names or RESERVED & {*names}:
+    if names != run.figure_names or RESERVED & {*names}:
         raise ValueError(
             f"an update has the figures {names}, the first had {run.figure_names}: return the same "
-            f"each time, with loss, and none of {', '.join(sorted(RESERVED))}"
+            f"each time, and none of {', '.join(sorted(RESERVED))}"
         )
     device = run.accelerator.device
     flags = must_stop(run), run.wants_save, run.writer.written is not None

@@ -626,6 +626,12 @@ def without_loss(run, batches):
     return {"other": accumulate_gradients(run, batches)["loss"]}
 
 
+def not_last(run, batches):
+    for batch in batches:
+        run.backward(next_token_loss(run.model, batch), last=False)
+    return {"loss": torch.ones(())}
+
+
 def reserved(run, batches):
     return accumulate_gradients(run, batches) | {"step": torch.ones(())}
 
@@ -640,7 +646,11 @@ def constant(model, batch):
 
 
 CANNOT_TRAIN = {
-    "no loss": ({"gradients": without_loss}, "figures .'other'."),
+    "no loss": ({"gradients": without_loss}, "return a dict of scalars that has loss"),
+    "no dict": ({"gradients": lambda r, b: accumulate_gradients(r, b)["loss"]}, "return a dict"),
+    "not reduced": ({"gradients": not_last}, "not reduced over the processes"),
+    "a pair": ({"data": (1, 2)}, "data is a tuple: give a Data"),
+    "no callbacks": ({"callbacks": None}, "callbacks is a NoneType"),
     "reserved": ({"gradients": reserved}, "none of grad_norm, learning_rate, step"),
     "no gradients": ({"callbacks": [Removing()]}, "no weight of the model has a gradient"),
     "constant": ({"objective": constant}, "no weight of the model has a gradient"),

@@ -84,6 +84,12 @@ class Data:
     def __post_init__(self) -> None:
         if self.folder is not None:
             return
+        if not hasattr(self.tokenizer, "backend_tokenizer") or self.train is None:
+            raise ValueError(
+                f"{self.name} has a tokenizer of the type {type(self.tokenizer).__name__} and a "
+                f"source of the type {type(self.train).__name__}: give Data a fast tokenizer of "
+                "transformers, then the source for training"
+            )
         content = [fingerprint(self.tokenizer)]
         for split in ("train", "val"):
             source = getattr(self, split)
@@ -109,7 +115,8 @@ class Data:
         """Returns `train` or `val`. Raises `ValueError` if there is no validation split."""
         found = {"train": self.train, "val": self.val}[name]
         if found is None:
-            raise ValueError(f"{self.name} has no split 'val': prepare it with one")
+            fix = "give Data a val" if self.folder is None else "prepare it with one"
+            raise ValueError(f"{self.name} has no split 'val': {fix}, or set --eval_every 0")
         return found
 
     def check_pairs(self, wanted: bool = False) -> None:
@@ -131,7 +138,7 @@ class Data:
         if fingerprint(tokenizer) != fingerprint(self.tokenizer):
             raise ValueError(
                 f"{self.name} was tokenized with another tokenizer than {model} has: prepare the "
-                "text with the model's tokenizer, in another --data_dir"
+                "text with the model's tokenizer, in another --data_dir, or give it to Data"
             )
 
 
@@ -225,11 +232,15 @@ class Rows:
     """
 
     def __init__(self, source: Any, vocab_size: int, name: str):
-        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        listed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+        if not listed or isinstance(source, Mapping | str):
             raise ValueError(
-                f"{name}: a {type(source).__name__} has no __len__ and __getitem__(i): make an "
-                "endless generator a source whose item is a function of i"
+                f"{name} has the type {type(source).__name__}, not __len__ and __getitem__(i): "
+                "give a list of windows or the dataset of a DataLoader, and make an endless "
+                "generator a source whose item is a function of i"
             )
+        if not callable(getattr(source, "counts", len)):
+            raise ValueError(f"{name} has counts, which is not a method: define counts(i)")
         self.source = source
         self.vocab_size = vocab_size
         self.name = name
@@ -305,18 +316,17 @@ def window_of(item: Any) -> np.ndarray:
     Raises `ValueError` for an item of another form.
     """
     if isinstance(item, Mapping):
-        unknown = item.keys() - COLUMNS
-        if unknown or "input_ids" not in item:
+        if not {"input_ids"} <= item.keys() <= COLUMNS:
             raise ValueError(
-                f"the columns are {', '.join(map(str, item))}: keep input_ids, labels and "
-                "attention_mask only"
+                f"the columns are {', '.join(map(str, item))}: give input_ids, and besides it only "
+                "labels and attention_mask"
             )
         ids = np.asarray(item["input_ids"])
         labels = np.asarray(item.get("labels", ids))
         labels = np.where(np.asarray(item.get("attention_mask", 1)), labels, -100)[1:]
         item = (ids, np.append(labels, -100)) if "labels" in item else (ids[:-1], labels)
     parts = [np.asarray(part) for part in (item if isinstance(item, tuple) else (item,))]
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0].ndim:
         parts = [parts[0][:-1], parts[0][1:]]
     if len({part.shape for part in parts}) > 1 or parts[0].ndim != 1 or not len(parts[0]):
         shapes = [part.shape for part in parts]

@@ -84,7 +84,11 @@ def test_rows_with_labels_have_the_loss_of_transformers(masked):
 
 
 REFUSED = {
-    "no __len__": (iter([1]), "has no __len__ and __getitem__"),
+    "no __len__": (iter([1]), "not __len__ and __getitem__"),
+    "a loader": (torch.utils.data.DataLoader([1]), "the dataset of a DataLoader"),
+    "a dict": ({"input_ids": [[1, 2]]}, "not __len__ and __getitem__"),
+    "numbers": ([1, 2, 3], "shapes of its parts"),
+    "nothing": (None, "then the source for training"),
     "empty": ([], "has 0 windows: give 1 to 2"),
     "another column": ([{"input_ids": [1, 2], "text": "a"}], "the columns are input_ids, text"),
     "texts": (["a text"], "window 0"),

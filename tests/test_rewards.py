@@ -1,0 +1,295 @@
+"""Reinforcement learning from a reward: a loop from the papers, rewards, resumes, processes."""
+
+import json
+import math
+import signal
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    load_recipe,
+    losses,
+    metrics,
+    read_json,
+    refused,
+    reset_accelerate,
+    run_recipe,
+    weights_digest,
+    write_lines,
+)
+from launching import launch
+from reward_script import letters
+
+from gpt2_accel import from_pretrained, rewards
+from gpt2_accel.data import Data
+from gpt2_accel.data.loader import TrainLoader, hash64
+from gpt2_accel.rewards import PolicyGradient, Prompts, Row, number_reward, read_tasks
+from gpt2_accel.tokenizer import load_tokenizer, text_ends
+from gpt2_accel.train import train
+
+GROUP = 4
+NEW = 12
+UPDATES = 20
+PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def tasks_file(tmp_path_factory):
+    rows = [{"prompt": "ab" * (1 + i % 3) + str(i), "answer": str(i)} for i in range(24)]
+    return write_lines(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", rows)
+
+
+def settings_of(chat_model, folder, **changes):
+    return {
+        "init_from": str(chat_model),
+        "output_dir": str(folder),
+        "max_steps": UPDATES,
+        "learning_rate": 1e-3,
+        "lr_schedule": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+        "micro_batch_size": 1,
+        "eval_every": 0,
+        "sample_every": 0,
+        "save_every": 0,
+        "log_every": 1,
+    } | changes
+
+
+def practise(chat_model, tasks_file, folder, scale=False, reward=letters, **changes):
+    """Trains in this process; returns the losses."""
+    from gpt2_accel.config import TrainConfig
+
+    tokenizer = load_tokenizer(chat_model)
+    tasks = read_tasks(str(tasks_file), tokenizer)
+    source = Prompts(tasks)
+    config = TrainConfig(
+        **settings_of(chat_model, folder, **changes), total_batch_size=PROMPTS * source.length
+    )
+    gradients = PolicyGradient(tasks, reward, group=GROUP, max_new_tokens=NEW, scale_rewards=scale)
+    reset_accelerate()
+    train(config, data=Data(tokenizer, source, name="t", chat=True), gradients=gradients)
+    return losses(metrics(folder))
+
+
+def by_hand(chat_model, tasks_file, scale, mistake=""):
+    """The loop of the papers, without caches, padding, micro-batches; returns the losses.
+
+    The draws are those of the run: of the probabilities by a generator of each answer.
+    """
+    tokenizer = load_tokenizer(chat_model)
+    tasks = read_tasks(str(tasks_file), tokenizer)
+    model = from_pretrained(chat_model).eval()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    parts = Data(tokenizer, Prompts(tasks), name="t").train
+    length = Prompts(tasks).length
+    order = TrainLoader(parts, sequence_length=length, micro_batch_size=1, seed=1337)
+    ends = set(text_ends(tokenizer))
+    found = []
+    for step in range(UPDATES):
+        answers = []
+        for number in order.samples(step * PROMPTS, PROMPTS)[:, 1].tolist():
+            prompt = tasks[number].ids
+            group = []
+            for i in range(GROUP):
+                seed = int(hash64(1337, 3, step, number)[0] >> np.uint64(2)) + i
+                generator = torch.Generator().manual_seed(seed)
+                ids = list(prompt)
+                while len(ids) < len(prompt) + NEW and not (
+                    len(ids) > len(prompt) and ids[-1] in ends
+                ):
+                    with torch.no_grad():
+                        p = model(torch.tensor([ids]))[0, -1].softmax(-1)
+                    ids.append(int(torch.multinomial(p, 1, generator=generator)))
+                text = tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True)
+                group.append([ids, len(prompt), letters(None, text)])
+            values = np.array([each[2] for each in group])
+            advantages = values - values.mean()
+            if scale:
+                advantages /= values.std(ddof=1) + 1e-4
+            for each, advantage in zip(group, advantages, strict=True):
+                answers.append((each[0], each[1], advantage))
+        tokens = sum(len(ids) - start for ids, start, _ in answers)
+        if mistake == "prompt":
+            tokens = sum(len(ids) - 1 for ids, _, _ in answers)
+        loss = 0.0
+        for ids, start, advantage in answers:
+            logits = model(torch.tensor([ids]))[0, :-1]
+            begin = 0 if mistake == "prompt" else start - 1
+            nats = torch.nn.functional.cross_entropy(
+                logits[begin:], torch.tensor(ids[begin + 1 :]), reduction="none"
+            )
+            if mistake == "end":
+                nats = nats[: len(nats) - (ids[-1] in ends)]
+            if mistake == "temperature":
+                nats = torch.nn.functional.cross_entropy(
+                    logits[begin:] / 0.8, torch.tensor(ids[begin + 1 :]), reduction="none"
+                )
+            share = nats.mean() / len(answers) if mistake == "means" else nats.sum() / tokens
+            loss = loss + share * advantage
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_twenty_updates_equal_a_loop_from_the_papers(scale, chat_model, tasks_file, tmp_path):
+    actual = practise(chat_model, tasks_file, tmp_path, scale)
+    expected = by_hand(chat_model, tasks_file, scale)
+    assert actual == pytest.approx(expected, abs=2e-6)
+    assert max(map(abs, expected)) > 1e-3
+
+
+@pytest.mark.parametrize("mistake", ["prompt", "temperature", "means"])
+def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
+    actual = practise(chat_model, tasks_file, tmp_path, max_steps=3)
+    wrong = by_hand(chat_model, tasks_file, False, mistake)[:3]
+    assert np.abs(np.array(actual) - wrong).max() > 1e-4
+
+
+def test_the_end_of_a_turn_counts_and_prompts_do_not():
+    rows = [Row([5, 6, 7], [8, 9], 1.0, 0.5, True), Row([5], [8, 2, 4], 0.0, -0.5, False)]
+    inputs, targets = rewards.padded(rows)
+    assert inputs.shape == (2, 64)
+    assert inputs[0, :4].tolist() == [5, 6, 7, 8]
+    assert targets[0, :5].tolist() == [-100, -100, 8, 9, -100]
+    assert (targets[1] == -100).all()  # it was cut, and is masked
+
+
+def flags(chat_model, tasks_file, folder, **changes):
+    values = {"data": tasks_file, "model": chat_model, "reward": "tests/reward_script.py:letters"}
+    values |= {"output_dir": folder, "batch_size": 4, "group": 4, "max_new_tokens": 8}
+    values |= {"max_steps": 6, "save_every": 3, "sample_every": 3, "test_every": 3}
+    values |= {"learning_rate": 1e-3}
+    return [
+        word for name, value in (values | changes).items() for word in (f"--{name}", str(value))
+    ]
+
+
+def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file, tmp_path):
+    run_recipe("chat_rl", *flags(chat_model, tasks_file, tmp_path / "run"))
+    lines = metrics(tmp_path / "run")
+    assert {"solved/reward", "val/kept"} <= lines[-1].keys()
+    figures = {"reward", "solved_all", "solved_none", "answer_tokens", "entropy"}
+    assert {f"train/{name}" for name in figures} <= lines[0].keys()
+    samples = [
+        json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    ]
+    assert all(sample["text"].startswith("reward ") for sample in samples)
+    reset_accelerate()
+    checkpoint = tmp_path / "run/checkpoint-3"
+    more = flags(chat_model, tasks_file, tmp_path / "more", resume_from=checkpoint)
+    run_recipe("chat_rl", *more)
+    assert weights_digest(tmp_path / "more") == weights_digest(tmp_path / "run")
+    assert read_json(tmp_path / "run/run.json")["parts"]["gradients"].endswith("PolicyGradient")
+
+
+def test_two_processes_begin_with_the_same_answers(chat_model, tasks_file, tmp_path):
+    first = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        words = flags(chat_model, tasks_file, folder, max_steps=1, log_every=1)
+        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+        launch(*(eager if processes > 1 else ()), "recipes/chat_rl.py", *words, processes=processes)
+        first.append(metrics(folder)[0])
+    for name in ("loss", "reward", "answer_tokens", "entropy", "grad_norm"):
+        assert first[1][f"train/{name}"] == pytest.approx(first[0][f"train/{name}"], abs=1e-6)
+
+
+def test_a_signal_while_it_samples_ends_the_run_with_a_checkpoint(
+    chat_model, tasks_file, tmp_path, monkeypatch
+):
+    practise(chat_model, tasks_file, tmp_path / "whole", max_steps=4)
+    honest = rewards.tokens
+    calls = []
+
+    def killed(*arguments):
+        for ids in honest(*arguments):
+            calls.append(1)
+            if len(calls) == 2 * PROMPTS * NEW + 7:
+                signal.raise_signal(signal.SIGTERM)
+            yield ids
+
+    monkeypatch.setattr(rewards, "tokens", killed)
+    stopped = practise(chat_model, tasks_file, tmp_path / "run", max_steps=4)
+    assert len(stopped) in (2, 3)
+    monkeypatch.setattr(rewards, "tokens", honest)
+    practise(chat_model, tasks_file, tmp_path / "run", max_steps=4, resume_from="latest")
+    assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
+
+
+NUMBERS = [
+    ("72", "The answer is 72.", 1.0),
+    ("a b #### 1,000", "it is 1000", 1.0),
+    ("#### 72", "72 or 73", 0.0),
+    ("-3", "so -3.0", 1.0),
+    ("5", "none", 0.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "text", "expected"), NUMBERS)
+def test_the_last_number_is_compared(answer, text, expected):
+    assert number_reward({"answer": answer}, text) == expected
+
+
+def fails(row, text):
+    raise KeyError("x")
+
+
+WRONG_REWARDS = [
+    (fails, "the reward raises KeyError"),
+    (lambda row, text: math.nan, "not a finite number"),
+    (lambda row, text: True, "not a finite number"),
+    (lambda row, text: "1", "not a finite number"),
+    (lambda row, text: torch.ones(()), "not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("reward", "words"), WRONG_REWARDS)
+def test_a_wrong_reward_is_named(reward, words):
+    with refused(words):
+        rewards.score(reward, {}, "a text")
+
+
+WRONG_TASKS = [
+    ([{"text": "a"}], "has no prompt and no question"),
+    ([], "no tasks"),
+    ([{"prompt": [{"role": "tool", "content": "a"}]}], "role other than"),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), WRONG_TASKS)
+def test_wrong_tasks_are_refused(rows, words, chat_model, tmp_path):
+    path = write_lines(tmp_path / "tasks.jsonl", rows)
+    with refused(words):
+        read_tasks(str(path), load_tokenizer(chat_model))
+
+
+WRONG_COMMANDS = [
+    ({"group": 1}, "at least 2"),
+    ({"reward": "none.py:f"}, "not number, exact or FILE.py:FUNCTION"),
+    ({"max_new_tokens": 1000}, "lower --max_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_COMMANDS)
+def test_wrong_commands_are_refused(changes, words, chat_model, tasks_file, tmp_path):
+    with refused(words):
+        load_recipe("chat_rl")
+        run_recipe("chat_rl", *flags(chat_model, tasks_file, tmp_path, **changes))
+
+
+def test_a_model_without_a_chat_template_is_refused(chat_base, tasks_file):
+    with refused("has no chat template"):
+        read_tasks(str(tasks_file), load_tokenizer(chat_base))
+
+
+def test_equal_rewards_are_said_once(chat_model, tasks_file, tmp_path, capsys):
+    practise(chat_model, tasks_file, tmp_path, reward=lambda row, text: 1.0, max_steps=13)
+    assert capsys.readouterr().out.count("equal rewards, from which nothing is learnt") == 1
