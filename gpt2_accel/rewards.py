@@ -198,6 +198,8 @@ class PolicyGradient:
         self.equal = 0  # updates in a row whose rewards teach nothing
 
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, torch.Tensor | float]:
+        if run.accelerator.is_fsdp2:
+            raise ValueError("a sharded model cannot sample: take a launch config without FSDP2")
         numbers = torch.cat([batch.numbers for batch in batches]).tolist()  # type: ignore[misc]
         with evaluating(run.model):
             groups = [self.sample(run, number) for number in numbers if not run.stop.reason]

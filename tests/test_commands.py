@@ -123,6 +123,10 @@ def prepare_folder(folder: Path) -> None:
     with pyarrow.output_stream(str(folder / "more.jsonl.zst"), compression="zstd") as file:
         file.write(lines.encode())
     write_lines(folder / "my_questions.jsonl", [{"prompt": "Why?", "answer": "So."}] * 2)
+    write_lines(
+        folder / "tasks.jsonl", [{"prompt": f"{n} + 1?", "answer": n + 1} for n in range(4)]
+    )
+    (folder / "brief.py").write_text("def brief(row, text):\n    return len(text) / 9\n")
     (folder / "my_settings.yaml").write_text("warmup_steps: 1\n")
     (folder / "data/python_stdlib").symlink_to("mine")
     (folder / "my.yaml").symlink_to(ROOT / "accelerate_configs/8xa100.yaml")

@@ -22,7 +22,7 @@ ROOMS = """
     estimate
     runtime
     run tuning
-    saving charts preferences
+    saving charts preferences rewards
     callbacks pushes lifecycle first_model
     setup
     train
