@@ -207,7 +207,7 @@ class PolicyGradient:
             counted = sum(row.counts * len(row.answer) for row in rows)
             stopped = float(len(groups) < len(numbers) or not all(groups))
             device = run.accelerator.device
-            sums = torch.tensor([counted, stopped], dtype=torch.float64, device=device)
+            sums = torch.tensor([float(counted), stopped], device=device)
             total, stopped = run.accelerator.reduce(sums, "sum").tolist()
             if stopped:
                 raise Interrupted

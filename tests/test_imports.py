@@ -35,6 +35,7 @@ DESCRIBES = ("metadata", "run")  # the type of what it describes, which uses the
 USE_ACCELERATE = {
     "run",
     "saving",
+    "rewards",
     "lifecycle",
     "setup",
     "callbacks",

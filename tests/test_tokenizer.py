@@ -28,6 +28,7 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data import documents
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import TokenStream
+from gpt2_accel.data.source import open_data
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import encode_question
 from gpt2_accel.evals.perplexity import TextPerplexity
@@ -229,12 +230,12 @@ def test_special_tokens_separate_documents_and_nothing_else(name, tmp_path, monk
     start = expected[:1] if ends else []
     assert manifest["splits"]["train"]["documents"] == 2
     if start:
-        assert document_separator(data, tokenizer) == start[0]
+        assert document_separator(open_data(data)) == start[0]
         assert encode_prompt(tokenizer, "") == start
     else:
         assert manifest["separation"].startswith("documents are not separated")
         with refused("document_mask"):
-            document_separator(data, tokenizer)
+            document_separator(open_data(data))
     [text] = encode(tokenizer, ["ab c"])
     assert encode_prompt(tokenizer, "ab c") == before + text
     [row] = encode_question(tokenizer, "ab", [" c"], "")

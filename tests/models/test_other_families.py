@@ -176,7 +176,7 @@ def test_a_run_in_bf16_resumes_exactly_and_only_in_bf16(tiny, tmp_path, monkeypa
     assert "are now in fp32" not in capsys.readouterr().out
     state = read_state(tmp_path / "alone/checkpoint-4")
     del state["version"]  # a checkpoint of 0.5
-    monkeypatch.setattr("gpt2_accel.run.read_state", lambda folder: state)
+    monkeypatch.setattr("gpt2_accel.saving.read_state", lambda folder: state)
     run(tiny("old", **settings))
     assert "are now in fp32, until here in bfloat16" in capsys.readouterr().out
     monkeypatch.undo()
