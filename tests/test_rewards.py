@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -293,3 +294,65 @@ def test_a_model_without_a_chat_template_is_refused(chat_base, tasks_file):
 def test_equal_rewards_are_said_once(chat_model, tasks_file, tmp_path, capsys):
     practise(chat_model, tasks_file, tmp_path, reward=lambda row, text: 1.0, max_steps=13)
     assert capsys.readouterr().out.count("equal rewards, from which nothing is learnt") == 1
+
+
+def test_gradients_equal_trl(chat_model, tmp_path):
+    """Of hand-made answers of unequal lengths and advantages, with TRL's normalisation of DAPO."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    theirs = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32).eval()
+    args = GRPOConfig(
+        str(tmp_path),
+        loss_type="dapo",
+        beta=0.0,
+        scale_rewards="none",
+        num_generations=4,
+        per_device_train_batch_size=8,
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+    )
+    trainer = GRPOTrainer(
+        theirs,
+        lambda **_: [0.0],
+        args,
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * 8}),
+        processing_class=load_tokenizer(chat_model),
+    )
+    generator = torch.Generator().manual_seed(0)
+    answers = [torch.randint(257, (n,), generator=generator).tolist() for n in (3, 9, 1, 6) * 2]
+    prompts = [torch.randint(257, (5,), generator=generator).tolist()] * 4
+    prompts += [torch.randint(257, (5,), generator=generator).tolist()] * 4
+    advantages = torch.tensor([0.5, -0.5, 1.0, -1.0, 0.25, 0.0, 0.0, -0.25])
+    ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, answers)), batch_first=True)
+    mask = torch.tensor([[1] * len(a) + [0] * (9 - len(a)) for a in answers])
+    inputs = {
+        "prompt_ids": torch.tensor(prompts),
+        "prompt_mask": torch.ones(8, 5, dtype=torch.int64),
+    }
+    inputs |= {"completion_ids": ids, "completion_mask": mask, "advantages": advantages}
+    inputs["num_items_in_batch"] = mask.sum()
+    trainer.current_gradient_accumulation_steps = 1
+    model = trainer.model
+    trainer._compute_loss(model, inputs).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+
+    own = from_pretrained(chat_model).eval()
+    rows = [
+        Row(p, a, 0.0, float(x), True) for p, a, x in zip(prompts, answers, advantages, strict=True)
+    ]
+    loader = SimpleNamespace(micro_batch_size=1)
+    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    run = SimpleNamespace(model=own, accelerator=accelerator, train_loader=loader)
+    run.backward = lambda loss, last: loss.backward()
+    PolicyGradient([], None, group=4).train(run, rows, float(mask.sum()))
+    named = dict(own.named_parameters())
+    pairs = {"wpe.weight": "transformer.wpe.weight", "ln_f.weight": "transformer.ln_f.weight"}
+    pairs |= {"h.0.attn.c_attn.bias": "transformer.h.0.attn.c_attn.bias"}
+    pairs |= {"h.1.mlp.c_proj.bias": "transformer.h.1.mlp.c_proj.bias"}
+    for name, other in pairs.items():
+        assert expected[other].abs().max() > 1e-4
+        torch.testing.assert_close(named[name].grad, expected[other], atol=1e-6, rtol=0)
