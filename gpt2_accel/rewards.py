@@ -14,7 +14,6 @@ answer in its group, so a resume and other processes write the same answers, up 
 
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pydoc import ErrorDuringImport, importfile
 from typing import Any, NamedTuple
@@ -45,7 +44,6 @@ Reward = Callable[[Mapping[str, Any], str], float]
 """(row, text of the answer) -> its reward."""
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-SLOW = 10.0  # seconds of a call of the reward after which a line is printed
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 64  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -111,16 +109,13 @@ def number_reward(row: Mapping[str, Any], text: str) -> float:
 
     1,000 equals 1000. Raises `ValueError` if the answer has no number.
     """
-    expected = NUMBER.findall(str(row.get("answer", "")))
+    expected, found = (
+        [float(word.replace(",", "")) for word in NUMBER.findall(part)]
+        for part in (str(row.get("answer", "")), text)
+    )
     if not expected:
         raise ValueError("the answer of the row has no number: take another --reward")
-    found = NUMBER.findall(text)
-    return float(bool(found) and float_of(found[-1]) == float_of(expected[-1]))
-
-
-def float_of(number: str) -> float:
-    """Returns the value of a number with separators of thousands."""
-    return float(number.replace(",", ""))
+    return float(found[-1:] == expected[-1:])
 
 
 def exact_reward(row: Mapping[str, Any], text: str) -> float:
@@ -147,7 +142,6 @@ def load_reward(name: str) -> Reward:
 
 def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:
     """Returns the reward of a text. Raises `ValueError` if it fails or is not a finite number."""
-    start = time.monotonic()
     try:
         value = reward(row, text)
     except Exception as error:  # the user's function
@@ -157,8 +151,6 @@ def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:
         ) from error
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"the reward is {value!r}, not a finite number: return an int or a float")
-    if time.monotonic() - start > SLOW:
-        print(f"a call of the reward took {time.monotonic() - start:.0f} seconds", flush=True)
     return float(value)
 
 
@@ -255,8 +247,7 @@ class PolicyGradient:
         size = run.train_loader.micro_batch_size * self.group
         ranks = run.accelerator.num_processes
         device = run.accelerator.device
-        loss_sum = torch.zeros((), device=device)
-        entropy = torch.zeros((), device=device)
+        sums = torch.zeros(2, device=device)  # the loss, and the nats
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             inputs, targets = (x.to(device) for x in padded(part))
@@ -264,9 +255,8 @@ class PolicyGradient:
             advantages = torch.tensor([row.advantage for row in part], device=device)
             loss = (nats * advantages[:, None].float()).sum() * (ranks / total)
             run.backward(loss, last=start + size >= len(rows))
-            loss_sum += loss.detach()
-            entropy += nats.detach().sum() * (ranks / total)
-        return {"loss": loss_sum, "entropy": entropy}
+            sums += torch.stack((loss, nats.sum() * (ranks / total))).detach()
+        return {"loss": sums[0], "entropy": sums[1]}
 
     def remark(self, run: Run, rewards: np.ndarray) -> None:
         """Prints a line if the rewards have been equal in each group for `LEVEL` updates."""
