@@ -171,7 +171,7 @@ def accumulate_gradients(run: Run, batches: MicroBatches) -> dict[str, torch.Ten
         run.backward(loss, last=number == len(batches))
         totals["loss"] += loss.detach()
         if number == 1:
-            totals |= {name: totals["loss"] * 0 for name in sorted(others)}
+            totals |= {name: torch.zeros_like(totals["loss"]) for name in sorted(others)}
         if totals.keys() != {"loss", *others} or "loss" in others:
             raise ValueError(
                 f"the objective returns the figures {sorted(others)}, first {sorted(totals)}: "
