@@ -257,6 +257,17 @@ def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
         load(str(tmp_path / "whole"), model_class="gpt2_accel.models.gpt2:GPT")
 
 
+def test_a_model_that_is_edited_in_the_package_opens_without_its_class(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt2.MLP, "forward", Squared.forward)
+    go(tiny("run"))
+    with pytest.raises(ValueError, match="gpt2_accel_custom"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    model, _ = load(str(tmp_path / "run"))
+    assert type(model) is GPT
+    saved = load_file(tmp_path / "run/model.safetensors")
+    assert torch.equal(saved["wpe.weight"], model.wpe.weight)
+
+
 # The objective
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from gpt2_accel import models
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.hf import DifferentModel, hub
 from gpt2_accel.hf.any_model import (
@@ -197,15 +198,19 @@ def from_pretrained(
     Returns the module in `models/` if it computes the same, else the class of `transformers`.
     `name` is a directory or a Hub id, `USER/NAME` or `USER/NAME@REVISION`. `dropout` is a training
     setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
-    needs its `model_class`, see `load_class`. `attention`, an `attn_implementation`, selects the
-    class of `transformers`, and so does a `reason`, which is printed. An adapter of peft is opened
-    with its base model, and merged into it unless `merge` is False. `quick` as in `load_lora`.
+    needs its `model_class`, see `load_class`, unless its class is one of `models/`. `attention`, an
+    `attn_implementation`, selects the class of `transformers`, and so does a `reason`, which is
+    printed. An adapter of peft is opened with its base model, and merged into it unless `merge` is
+    False. `quick` as in `load_lora`.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
     is damaged or `transformers` has no such text model; the message names the file or tensor. Files
     are never run as code.
     """
     directory = local_directory(name)
+    if model_class is None and is_custom(directory):  # a class of this package that was edited
+        saved = str(config_values(directory).get("class"))
+        model_class = saved if saved.startswith(f"{models.__name__}.") else None
     if model_class is not None:
         kind = load_class(model_class)
         model = kind(kind.config_class(**read_custom(directory, kind)))
