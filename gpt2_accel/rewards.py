@@ -132,6 +132,8 @@ def load_reward(name: str) -> Reward:
     if name in known:
         return known[name]
     place, _, function = name.rpartition(":")
+    if not place:
+        raise ValueError(f"--reward {name} is not number, exact or FILE.py:FUNCTION")
     try:
         return getattr(importfile(place), function)
     except (ImportError, AttributeError, OSError, ErrorDuringImport) as error:
@@ -167,7 +169,7 @@ class PolicyGradient:
     themselves do not count.
 
     Figures: `reward`, the mean; `solved_all` and `solved_none`, shares of the groups in which all
-    or no answers have a reward above 0; `answer_tokens`, the mean length; `entropy`, the
+    rewards are 1 or more, or 0 or less; `answer_tokens`, the mean length; `entropy`, the
     mean of -log p of the answers' tokens in nats.
     """
 
@@ -209,7 +211,7 @@ class PolicyGradient:
         self.log(run, numbers[0], groups[0])
         return figures | {
             "reward": rewards.mean(),
-            "solved_all": (rewards > 0).all(axis=1).mean(),
+            "solved_all": (rewards >= 1).all(axis=1).mean(),
             "solved_none": (rewards <= 0).all(axis=1).mean(),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
         }
@@ -273,7 +275,7 @@ class PolicyGradient:
         if run.config.sample_every and run.step % run.config.sample_every == 0:
             prompt = self.tasks[number].messages[-1]["content"]
             for row in sorted(group, key=lambda row: row.reward)[:: max(1, self.group - 1)]:
-                text = str(run.tokenizer.decode(row.answer))
+                text = run.tokenizer.decode(row.answer, skip_special_tokens=True)
                 run.log.sample(prompt, f"reward {row.reward:g}: {text}")
 
 

@@ -14,9 +14,13 @@ advantage of an answer is its reward less the mean of its group. docs/chat.md ha
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, check_ranges, derived, parse_config, setting
+
+if TYPE_CHECKING:
+    from gpt2_accel.run import Evaluation, Run
 
 HELD_OUT = 20  # one task in 20, at most
 MOST_HELD_OUT = 200  # tasks
@@ -45,7 +49,7 @@ class ChatRL(TrainConfig):
     weight_decay: float = 0.0
     beta2: float = 0.99
     eval_every: int = 0
-    sample_every: int = 20
+    sample_every: int = 10
     sample_prompts: list[str] = setting([], "prompts that samples answer, besides the tasks")
     save_every: int = 20
 
@@ -62,6 +66,17 @@ class ChatRL(TrainConfig):
         self.init_from = self.init_from or self.model
         if not (self.data and self.init_from):
             raise ValueError("give the tasks by --data FILE and the model by --model")
+
+
+class AtStart:
+    """A callback: makes an evaluation before the first update."""
+
+    def __init__(self, evaluation: "Evaluation"):
+        self.evaluation = evaluation
+
+    def on_train_begin(self, run: "Run") -> None:
+        if not run.step:
+            run.evaluate(self.evaluation)
 
 
 def main() -> None:
@@ -101,10 +116,10 @@ def main() -> None:
         scale_rewards=config.scale_rewards,
         mask_cut=config.mask_cut,
     )
-    callbacks = []
+    callbacks: list[object] = []
     if test:
         solved = Solved(test, reward, tokenizer, config.max_new_tokens)
-        callbacks.append(Evaluations([(config.test_every, solved)]))
+        callbacks += [AtStart(solved), Evaluations([(config.test_every, solved)])]
     data = Data(tokenizer, source, name=f"tasks of {Path(config.data).name}", chat=True)
     train(config, data=data, gradients=gradients, callbacks=callbacks)
 

@@ -178,7 +178,8 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     lines = metrics(tmp_path / "run")
     assert {"solved/reward", "val/kept"} <= lines[-1].keys()
     figures = {"reward", "solved_all", "solved_none", "answer_tokens", "entropy"}
-    assert {f"train/{name}" for name in figures} <= lines[0].keys()
+    assert {"step", "tokens", "solved/reward", "solved/reward_stderr"} >= lines[0].keys()
+    assert {f"train/{name}" for name in figures} <= lines[1].keys()
     samples = [
         json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
     ]
@@ -198,7 +199,7 @@ def test_two_processes_begin_with_the_same_answers(chat_model, tasks_file, tmp_p
         words = flags(chat_model, tasks_file, folder, max_steps=1, log_every=1)
         eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
         launch(*(eager if processes > 1 else ()), "recipes/chat_rl.py", *words, processes=processes)
-        first.append(metrics(folder)[0])
+        first.append(metrics(folder)[-1])
     for name in ("loss", "reward", "answer_tokens", "entropy", "grad_norm"):
         assert first[1][f"train/{name}"] == pytest.approx(first[0][f"train/{name}"], abs=1e-6)
 
