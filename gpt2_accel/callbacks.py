@@ -27,9 +27,11 @@ class Callback:
     """The methods that a callback may have, named as in `TrainerCallback` of `transformers`.
 
     It may be a subclass, or any object with some of these methods. It may also be a context
-    manager, around the loop. An exception ends the run. With `state_dict` and `load_state_dict` it
-    has state: the former returns what a checkpoint keeps, tensors, which may be sharded, and JSON
-    values; the latter restores that, with unsharded tensors on the CPU.
+    manager, around the loop. An exception ends the run.
+
+    A callback may have state: `state_dict()` returns what a checkpoint keeps, tensors, which may be
+    sharded, and JSON values; `load_state_dict(state)` restores it, with unsharded tensors on the
+    CPU.
     """
 
     def on_train_begin(self, run: Run) -> None:

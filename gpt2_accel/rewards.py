@@ -194,7 +194,8 @@ class PolicyGradient:
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, torch.Tensor | float]:
         if run.accelerator.is_fsdp2:
             raise ValueError("a sharded model cannot sample: take a launch config without FSDP2")
-        numbers = torch.cat([batch.numbers for batch in batches]).tolist()  # type: ignore[misc]
+        found = [batch.numbers for batch in batches if batch.numbers is not None]
+        numbers = torch.cat(found).tolist()
         with evaluating(run.model):
             groups = [self.sample(run, number) for number in numbers if not run.stop.reason]
             rows = [row for group in groups for row in group]
