@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pydoc import ErrorDuringImport, importfile
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,16 +27,10 @@ from accelerate.utils import gather_object
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import hash64
-from gpt2_accel.data.messages import Problem, as_messages, read_messages
-from gpt2_accel.data.rows import read_rows
+from gpt2_accel.evals.chat import Question, answers
 from gpt2_accel.evals.formulas import mean_loss
-from gpt2_accel.generation.sampling import (
-    Sampling,
-    complete,
-    encode_prompt,
-    tokens,
-)
-from gpt2_accel.models import LanguageModel, evaluating
+from gpt2_accel.generation.sampling import Sampling, tokens
+from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
@@ -45,42 +40,13 @@ Reward = Callable[[Mapping[str, Any], str], float]
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
-MULTIPLE = 64  # of tokens, to which rows are padded: a compiled model has few shapes
-
-
-class Task(NamedTuple):
-    """A row with a prompt: its fields, the messages, and their token ids."""
-
-    row: dict[str, Any]
-    messages: list[dict[str, str]]
-    ids: list[int]
-
-
-def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase) -> list[Task]:
-    """Reads the tasks of a file of rows. A row has a `prompt`, a text or messages, or a `question`.
-
-    Raises `ValueError` for a row without one, for a prompt that the chat template refuses, and if
-    the tokenizer has no chat template.
-    """
-    tasks = []
-    for row, place in read_rows(path):
-        prompt = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
-        if not prompt:
-            raise ValueError(f"{place}, has no prompt and no question: add one")
-        try:
-            messages, _ = read_messages({"messages": as_messages(prompt, "user")}, place)
-            tasks.append(Task(row, messages, encode_prompt(tokenizer, messages)))
-        except Problem as problem:
-            raise ValueError(f"{place}, has a prompt {problem}: correct it") from problem
-    if not tasks:
-        raise ValueError(f"{path} holds no tasks: add rows with a prompt and an answer")
-    return tasks
+MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
 
 class Prompts:
     """The source of a run on tasks: the window of a task is its prompt, padded, and counts 1."""
 
-    def __init__(self, tasks: Sequence[Task]):
+    def __init__(self, tasks: Sequence[Question]):
         self.tasks = tasks
         self.length = max(len(task.ids) for task in tasks) + 1
         self.fingerprint = text_digest(repr([(task.row, task.ids) for task in tasks]))
@@ -132,8 +98,6 @@ def load_reward(name: str) -> Reward:
     if name in known:
         return known[name]
     place, _, function = name.rpartition(":")
-    if not place:
-        raise ValueError(f"--reward {name} is not number, exact or FILE.py:FUNCTION")
     try:
         return getattr(importfile(place), function)
     except (ImportError, AttributeError, OSError, ErrorDuringImport) as error:
@@ -168,14 +132,15 @@ class PolicyGradient:
     GRPO: Shao et al., 2024, arXiv:2402.03300). With `mask_cut` answers that do not end by
     themselves do not count.
 
-    Figures: `reward`, the mean; `solved_all` and `solved_none`, shares of the groups in which all
-    rewards are 1 or more, or 0 or less; `answer_tokens`, the mean length; `entropy`, the
-    mean of -log p of the answers' tokens in nats.
+    Figures: `reward`, the mean, and its standard error over prompts; `solved_all` and
+    `solved_none`, shares of the groups in which all rewards are 1 or more, or 0 or less;
+    `answer_tokens`, the mean length; `entropy`, the mean of -log p of the answers' tokens in nats;
+    the answers' tokens per second in sampling and in training.
     """
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[Question],
         reward: Reward,
         *,
         group: int = 8,
@@ -186,46 +151,52 @@ class PolicyGradient:
         self.tasks = tasks
         self.reward = reward
         self.group = group
-        self.max_new_tokens = max_new_tokens
+        self.sampling = Sampling(max_new_tokens, 1.0, 0, 1.0, group)
         self.scale_rewards = scale_rewards
         self.mask_cut = mask_cut
         self.equal = 0  # updates in a row whose rewards teach nothing
 
-    def __call__(self, run: Run, batches: MicroBatches) -> dict[str, torch.Tensor | float]:
-        if run.accelerator.is_fsdp2:
+    def __call__(self, run: Run, batches: MicroBatches) -> dict[str, Any]:
+        accelerator = run.accelerator
+        if accelerator.is_fsdp2:
             raise ValueError("a sharded model cannot sample: take a launch config without FSDP2")
-        found = [batch.numbers for batch in batches if batch.numbers is not None]
-        numbers = torch.cat(found).tolist()
+        start = perf_counter()
+        groups: list[list[Row]] = []
         with evaluating(run.model):
-            groups = [self.sample(run, number) for number in numbers if not run.stop.reason]
+            for batch in batches:
+                assert batch.numbers is not None
+                groups += self.sample(run, batch.numbers.tolist())
             rows = [row for group in groups for row in group]
-            counted = sum(row.counts * len(row.answer) for row in rows)
-            stopped = float(len(groups) < len(numbers) or not all(groups))
-            device = run.accelerator.device
-            sums = torch.tensor([float(counted), stopped], device=device)
-            total, stopped = run.accelerator.reduce(sums, "sum").tolist()
+            counted = sum(len(row.answer) for row in rows if row.counts)
+            sums = torch.tensor([counted, bool(run.stop.reason)], device=accelerator.device)
+            total, stopped = accelerator.reduce(sums, "sum").tolist()
             if stopped:
                 raise Interrupted
+            sampled = perf_counter()
             figures = self.train(run, rows, max(total, 1))
         rewards = np.array([[row.reward for row in group] for group in groups])
         self.remark(run, rewards)
-        self.log(run, numbers[0], groups[0])
+        self.log(run, groups[0])
+        found = gather_object(rewards.mean(axis=1).tolist())
+        means = mean_loss(found, [1] * len(found))
         return figures | {
-            "reward": rewards.mean(),
+            "reward": means["loss"],
+            "reward_stderr": means.get("loss_stderr", math.nan),
             "solved_all": (rewards >= 1).all(axis=1).mean(),
             "solved_none": (rewards <= 0).all(axis=1).mean(),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
+            "sampled_tokens_per_second": total / (sampled - start),
+            "trained_tokens_per_second": total / (perf_counter() - sampled),
         }
 
-    def sample(self, run: Run, number: int) -> list["Row"]:
-        """Returns the rows of a prompt's group, none if this rank has to stop."""
-        task = self.tasks[number]
-        model = unwrap(run.accelerator, run.model)
-        seed = int(hash64(run.config.seed, 3, run.step, number)[0] >> np.uint64(2))
-        sampling = Sampling(self.max_new_tokens, 1.0, 0, 1.0, self.group, seed)
+    def sample(self, run: Run, numbers: Sequence[int]) -> list[list["Row"]]:
+        """Returns a group of rows for each task, by its number; none if this rank has to stop."""
+        tasks = [self.tasks[number] for number in numbers]
+        seeds = [int(hash64(run.config.seed, 3, run.step, n)[0] >> np.uint64(2)) for n in numbers]
         ends = set(text_ends(run.tokenizer))
-        answers: list[list[int]] = [[] for _ in range(self.group)]
-        for ids in tokens(model, [task.ids], sampling):
+        answers: list[list[int]] = [[] for _ in range(len(tasks) * self.group)]
+        model = unwrap(run.accelerator, run.model)
+        for ids in tokens(model, [task.ids for task in tasks], self.sampling, seeds):
             if run.stop.reason:
                 return []
             for answer, token in zip(answers, ids, strict=True):
@@ -233,33 +204,35 @@ class PolicyGradient:
                     answer.append(token)
             if all(answer[-1] in ends for answer in answers):
                 break
-        rewards = []
-        for answer in answers:
-            text = str(run.tokenizer.decode(answer, skip_special_tokens=True))
-            rewards.append(score(self.reward, task.row, text))
-        advantages = np.array(rewards) - np.mean(rewards)
-        if self.scale_rewards:
-            advantages /= np.std(rewards, ddof=1) + 1e-4
-        return [
-            Row(task.ids, answer, reward, advantage, answer[-1] in ends or not self.mask_cut)
-            for answer, reward, advantage in zip(answers, rewards, advantages, strict=True)
-        ]
+        groups = []
+        for i, task in enumerate(tasks):
+            group = answers[i * self.group : (i + 1) * self.group]
+            texts = run.tokenizer.batch_decode(group, skip_special_tokens=True)
+            rewards = [score(self.reward, task.row, text) for text in texts]
+            advantages = np.array(rewards) - np.mean(rewards)
+            if self.scale_rewards:
+                advantages /= np.std(rewards, ddof=1) + 1e-4
+            rows = zip(group, texts, rewards, advantages, strict=True)
+            counts = [not self.mask_cut or answer[-1] in ends for answer in group]
+            groups.append([Row(task, *row, x) for row, x in zip(rows, counts, strict=True)])
+        return groups
 
-    def train(self, run: Run, rows: Sequence["Row"], total: float) -> dict[str, torch.Tensor]:
+    def train(self, run: Run, rows: Sequence["Row"], total: float) -> dict[str, float]:
         """Adds the gradients of the rows; `total` are the counted tokens of the update."""
         size = run.train_loader.micro_batch_size * self.group
-        ranks = run.accelerator.num_processes
         device = run.accelerator.device
+        factor = run.accelerator.num_processes / total
         sums = torch.zeros(2, device=device)  # the loss, and the nats
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             inputs, targets = (x.to(device) for x in padded(part))
             nats = run.model(inputs, targets, reduction="none").float()
             advantages = torch.tensor([row.advantage for row in part], device=device)
-            loss = (nats * advantages[:, None].float()).sum() * (ranks / total)
+            loss = (nats * advantages[:, None].float()).sum() * factor
             run.backward(loss, last=start + size >= len(rows))
-            sums += torch.stack((loss, nats.sum() * (ranks / total))).detach()
-        return {"loss": sums[0], "entropy": sums[1]}
+            sums += torch.stack((loss, nats.sum() * factor)).detach()
+        loss, entropy = sums.tolist()
+        return {"loss": loss, "entropy": entropy}
 
     def remark(self, run: Run, rewards: np.ndarray) -> None:
         """Prints a line if the rewards have been equal in each group for `LEVEL` updates."""
@@ -271,20 +244,21 @@ class PolicyGradient:
                 "--reward"
             )
 
-    def log(self, run: Run, number: int, group: Sequence["Row"]) -> None:
+    def log(self, run: Run, group: Sequence["Row"]) -> None:
         """Logs the first and the last answer of a group by reward, where samples are due."""
         if run.config.sample_every and run.step % run.config.sample_every == 0:
-            prompt = self.tasks[number].messages[-1]["content"]
             for row in sorted(group, key=lambda row: row.reward)[:: max(1, self.group - 1)]:
-                text = run.tokenizer.decode(row.answer, skip_special_tokens=True)
-                run.log.sample(prompt, f"reward {row.reward:g}: {text}")
+                prompt = row.task.prompt[-1]["content"]
+                run.log.sample(prompt, f"reward {row.reward:g}: {row.text}")
 
 
 class Row(NamedTuple):
-    """A prompt and an answer, as token ids; its reward and advantage, and whether it counts."""
+    """A task and an answer to it, as token ids and text; its reward and advantage, and whether its
+    tokens count."""
 
-    prompt: list[int]
+    task: Question
     answer: list[int]
+    text: str
     reward: float
     advantage: float
     counts: bool
@@ -292,46 +266,57 @@ class Row(NamedTuple):
 
 def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns inputs and targets of rows, (B, T) int64; only the answers' tokens are targets."""
-    longest = max(len(row.prompt) + len(row.answer) for row in rows) - 1
+    longest = max(len(row.task.ids) + len(row.answer) for row in rows) - 1
     inputs = torch.zeros(len(rows), round_up(longest, MULTIPLE), dtype=torch.int64)
     targets = torch.full_like(inputs, -100)
     for i, row in enumerate(rows):
-        ids = torch.tensor(row.prompt + row.answer)
+        ids = torch.tensor(row.task.ids + row.answer)
+        start = len(row.task.ids)
         inputs[i, : len(ids) - 1] = ids[:-1]
         if row.counts:
-            targets[i, len(row.prompt) - 1 : len(ids) - 1] = ids[len(row.prompt) :]
+            targets[i, start - 1 : len(ids) - 1] = ids[start:]
     return inputs, targets
 
 
 class Solved:
-    """The `Evaluation` on tasks that are held out: `solved/reward` of greedy answers."""
+    """The `Evaluation` on tasks that are held out: `solved/reward`, the mean reward of greedy
+    answers, and its standard error.
+
+    With several `samples` of each task, at temperature 1, also `solved/pass@k` for k = 1, 2, 4, …:
+    the chance that one of k answers or more is solved, with a reward of 1 or more (the unbiased
+    estimate of Chen et al., 2021, arXiv:2107.03374).
+    """
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[Question],
         reward: Reward,
         tokenizer: PreTrainedTokenizerBase,
         max_new_tokens: int,
+        samples: int = 1,
     ):
         self.tasks = tasks
         self.reward = reward
         self.tokenizer = tokenizer
-        self.sampling = Sampling(max_new_tokens, temperature=0)
+        self.sampling = Sampling(max_new_tokens, float(samples > 1), 0, num_samples=samples)
+        self.notes = [f"rl: {len(tasks):,} tasks, {samples} answers to each"]
 
     def __call__(
-        self, accelerator: Accelerator, model: torch.nn.Module, interrupted: Callable[[], bool]
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> dict[str, float]:
-        """Each rank answers a part of the tasks. Returns nothing if interrupted."""
-        mine = self.tasks[accelerator.process_index :: accelerator.num_processes]
-        plain: LanguageModel = unwrap(accelerator, model)
-        alone = accelerator.num_processes == 1
-        stop = interrupted if alone else lambda: False
-        written = complete(plain, self.tokenizer, [t.messages for t in mine], self.sampling, stop)
-        rewards = [score(self.reward, t.row, c.text) for t, c in zip(mine, written, strict=False)]
-        found = gather_object(rewards)
-        if len(found) < len(self.tasks):
+        """All ranks call it; the result is empty if `interrupted`."""
+        found = answers(accelerator, model, self.tokenizer, self.tasks, self.sampling, interrupted)
+        if not found:
             return {}
-        results = mean_loss(found, [1] * len(found))
-        return {
-            f"solved/{name.replace('loss', 'reward')}": value for name, value in results.items()
-        }
+        rewards = np.array([[score(self.reward, t.row, c.text) for c in own] for t, own in found])
+        means = mean_loss(rewards.mean(axis=1).tolist(), [1] * len(found))
+        results = {f"solved/{name.replace('loss', 'reward')}": x for name, x in means.items()}
+        n = self.sampling.num_samples
+        wrong = (rewards < 1).sum(axis=1).tolist()
+        for k in (2**i for i in range(n.bit_length()) if n > 1):
+            failed = [math.comb(count, k) / math.comb(n, k) for count in wrong]
+            results[f"solved/pass@{k}"] = 1 - math.fsum(failed) / len(found)
+        return results

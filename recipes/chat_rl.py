@@ -2,7 +2,7 @@
 
     python recipes/chat_rl.py --model runs/chat_sft --data tasks.jsonl
     accelerate launch --config_file accelerate_configs/8xa100.yaml recipes/chat_rl.py \\
-        --model runs/chat_sft --data gsm8k_train.jsonl --reward number
+        --model runs/chat_sft --data gsm8k_train.jsonl --reward number --batch_size 64
 
 Data: rows with a `prompt` (a text or messages) and an `answer`, or `question` and `answer`, as in
 GSM8K. `--reward` is `number` (the last number of the text is that of the answer), `exact`, or a
@@ -40,7 +40,7 @@ class ChatRL(TrainConfig):
 
     output_dir: str = "runs/chat_rl"
     resume_from: str | None = "latest"
-    micro_batch_size: int = setting(1, "prompts, with their groups, per device and pass")
+    micro_batch_size: int = setting(4, "prompts, with their groups, per device and pass")
     total_batch_size: int = derived("set by batch_size")
     max_steps: int = 100
     learning_rate: float = 1e-6
@@ -85,8 +85,10 @@ def main() -> None:
     from gpt2_accel.callbacks import Evaluations
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.data import Data
+    from gpt2_accel.evals.chat import read_question
+    from gpt2_accel.evals.items import read_items
     from gpt2_accel.hf.convert import local_directory, read_config
-    from gpt2_accel.rewards import PolicyGradient, Prompts, Solved, load_reward, read_tasks
+    from gpt2_accel.rewards import PolicyGradient, Prompts, Solved, load_reward
     from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.tokenizer import load_tokenizer
     from gpt2_accel.train import train
@@ -96,17 +98,11 @@ def main() -> None:
     with main_process_first():
         directory = local_directory(verified_directory(config.init_from, hint="use another model"))
         tokenizer = load_tokenizer(directory)
-        tasks = read_tasks(config.data, tokenizer)
+        longest = read_config(directory).n_positions - config.max_new_tokens
+        tasks = [read_question(item, tokenizer, longest) for item in read_items(config.data)]
     held_out = min(MOST_HELD_OUT, len(tasks) // HELD_OUT)
     test, practice = tasks[:held_out], tasks[held_out:]
     source = Prompts(practice)
-    longest = max(len(task.ids) for task in tasks) + config.max_new_tokens
-    positions = read_config(directory).n_positions
-    if longest > positions:
-        raise ValueError(
-            f"the longest prompt and its answer have {longest} tokens, and the model has "
-            f"{positions} positions: lower --max_new_tokens, or leave out long prompts"
-        )
     config.derive(total_batch_size=config.batch_size * source.length)
     gradients = PolicyGradient(
         practice,

@@ -9,9 +9,9 @@
 prints a table of the results, with a row per model if there are several, and notes on how they are
 measured. docs/evaluation.md has the published results of GPT-2. `--data TASK=FILE` gives local
 items: `core` takes the bundle of DCLM, as a folder, a ZIP file or its URL; `hellaswag` takes JSON
-lines with `ctx`, `endings` and `label`; `chat` takes JSON lines with `prompt` and `answer`; `text`
-takes a text file. lm-evaluation-harness has other tasks: its `lm_eval` reads the same directories
-(docs/evaluation.md).
+lines with `ctx`, `endings` and `label`; `chat` takes JSON lines with `prompt` and `answer`, `rl`
+the tasks of `chat_rl.py`; `text` takes a text file. lm-evaluation-harness has other tasks: its
+`lm_eval` reads the same directories (docs/evaluation.md).
 """
 
 import math
@@ -32,7 +32,7 @@ from gpt2_accel.checkpoint.find import (
 from gpt2_accel.config import check_ranges, parse_config, setting
 from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
 from gpt2_accel.data.source import open_data
-from gpt2_accel.evals.chat import ChatAnswers
+from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers, read_question
 from gpt2_accel.evals.core import Bundle, Core, open_bundle
 from gpt2_accel.evals.hellaswag import HellaSwag
 from gpt2_accel.evals.items import Item, hub_items, read_items
@@ -44,6 +44,7 @@ from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel
+from gpt2_accel.rewards import Solved, load_reward
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.files import write_json
 from gpt2_accel.runtime.options import load_saved
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
 
-TASKS = ("core", "hellaswag", "text", "chat")
+TASKS = ("core", "hellaswag", "text", "chat", "rl")
 SPLITS = ("val", "train")  # splits of --data_dir
 
 
@@ -74,6 +75,8 @@ class Evaluate:
     )
     data: list[str] = setting([], "local items: TASK=FILE, or FILE if there is only one task")
     limit: int | None = setting(None, "evaluate only the first N items of each task")
+    reward: str = setting("number", "for rl: number, exact, or FILE.py:FUNCTION")
+    samples: int = setting(1, "for rl: answers to each task; above 1 at temperature 1, for pass@k")
     stride: int | None = setting(None, "tokens between windows of a text; default n_positions")
     data_dir: str | None = setting(
         None,
@@ -86,7 +89,7 @@ class Evaluate:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self, positive="limit eval_tokens")
+        check_ranges(self, positive="limit eval_tokens samples")
         names = dict.fromkeys(",".join(self.tasks).split(","))  # each once
         names.pop("", None)
         self.tasks = [name for name in names if name in TASKS]
@@ -138,7 +141,7 @@ def local_files(config: Evaluate) -> dict[str, str]:
             raise ValueError(f"--data {entry} is for none of the --tasks: write TASK=FILE")
         files[task] = path
     for task in config.tasks:
-        if task in ("text", "chat") and task not in files:
+        if task in ("text", "chat", "rl") and task not in files:
             raise ValueError(f"the task {task} has no data on the Hub: give --data {task}=FILE")
     return files
 
@@ -159,15 +162,19 @@ def evaluate(
     evaluations: list[Callable[..., dict[str, float]]] = []
     notes: list[str] = []
     for name, own in data.items():
-        task: Core | HellaSwag | TextPerplexity | ChatAnswers
+        task: Core | HellaSwag | TextPerplexity | ChatAnswers | Solved
         if not isinstance(own, list):
             task = Core(own, tokenizer, shape, config.limit)
         elif name == "hellaswag":
             task = HellaSwag(own, tokenizer, shape)
         elif name == "text":
             task = TextPerplexity(own, tokenizer, shape, config.stride, bos)
-        else:
+        elif name == "chat":
             task = ChatAnswers(own, tokenizer, shape)
+        else:
+            tasks = [read_question(item, tokenizer, shape.n_positions - 1) for item in own]
+            reward = load_reward(config.reward)
+            task = Solved(tasks, reward, tokenizer, MAX_NEW_TOKENS, config.samples)
         evaluations.append(task)
         notes += task.notes
     for split in config.splits:

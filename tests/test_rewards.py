@@ -3,11 +3,13 @@
 import json
 import math
 import signal
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import (
     load_recipe,
     losses,
@@ -25,7 +27,9 @@ from reward_script import letters
 from gpt2_accel import from_pretrained, rewards
 from gpt2_accel.data import Data
 from gpt2_accel.data.loader import TrainLoader, hash64
-from gpt2_accel.rewards import PolicyGradient, Prompts, Row, number_reward, read_tasks
+from gpt2_accel.evals.chat import Question, read_question
+from gpt2_accel.evals.items import read_items
+from gpt2_accel.rewards import PolicyGradient, Prompts, Row, Solved, number_reward
 from gpt2_accel.tokenizer import load_tokenizer, text_ends
 from gpt2_accel.train import train
 
@@ -39,6 +43,10 @@ PROMPTS = 4
 def tasks_file(tmp_path_factory):
     rows = [{"prompt": "ab" * (1 + i % 3) + str(i), "answer": str(i)} for i in range(24)]
     return write_lines(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", rows)
+
+
+def read_tasks(path, tokenizer):
+    return [read_question(item, tokenizer, 1000) for item in read_items(path)]
 
 
 def settings_of(chat_model, folder, **changes):
@@ -155,16 +163,22 @@ def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
 
 
 def test_the_end_of_a_turn_counts_and_prompts_do_not():
-    rows = [Row([5, 6, 7], [8, 9], 1.0, 0.5, True), Row([5], [8, 2, 4], 0.0, -0.5, False)]
+    tasks = [Question({}, [], [5, 6, 7]), Question({}, [], [5])]
+    rows = [Row(tasks[0], [8, 9], "", 1, 0.5, True), Row(tasks[1], [8, 2, 4], "", 0, -0.5, False)]
     inputs, targets = rewards.padded(rows)
-    assert inputs.shape == (2, 64)
+    assert inputs.shape == (2, 16)
     assert inputs[0, :4].tolist() == [5, 6, 7, 8]
     assert targets[0, :5].tolist() == [-100, -100, 8, 9, -100]
     assert (targets[1] == -100).all()  # it was cut, and is masked
 
 
 def flags(chat_model, tasks_file, folder, **changes):
-    values = {"data": tasks_file, "model": chat_model, "reward": "tests/reward_script.py:letters"}
+    values = {
+        "micro_batch_size": 2,
+        "data": tasks_file,
+        "model": chat_model,
+        "reward": "tests/reward_script.py:letters",
+    }
     values |= {"output_dir": folder, "batch_size": 4, "group": 4, "max_new_tokens": 8}
     values |= {"max_steps": 6, "save_every": 3, "sample_every": 3, "test_every": 3}
     values |= {"learning_rate": 1e-3}
@@ -177,7 +191,8 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     run_recipe("chat_rl", *flags(chat_model, tasks_file, tmp_path / "run"))
     lines = metrics(tmp_path / "run")
     assert {"solved/reward", "val/kept"} <= lines[-1].keys()
-    figures = {"reward", "solved_all", "solved_none", "answer_tokens", "entropy"}
+    figures = {"reward", "reward_stderr", "solved_all", "solved_none", "answer_tokens", "entropy"}
+    figures |= {"sampled_tokens_per_second", "trained_tokens_per_second"}
     assert {"step", "tokens", "solved/reward", "solved/reward_stderr"} >= lines[0].keys()
     assert {f"train/{name}" for name in figures} <= lines[1].keys()
     samples = [
@@ -259,9 +274,34 @@ def test_a_wrong_reward_is_named(reward, words):
         rewards.score(reward, {}, "a text")
 
 
+def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_file, tmp_path):
+    """Against the definition: all choices of k of the answers, counted."""
+    tokenizer = load_tokenizer(chat_model)
+    tasks = read_tasks(tasks_file, tokenizer)
+    seen = []
+
+    def reward(row, text):
+        seen.append(len(seen) % 3 // 2)  # every third answer is solved
+        return seen[-1]
+
+    task = Solved(tasks, reward, tokenizer, 3, samples=4)
+    reset_accelerate()
+    results = task(Accelerator(), from_pretrained(chat_model))
+    groups = np.array(seen).reshape(-1, 4)
+    for k in (1, 2, 4):
+        choices = [groups[:, list(own)].any(axis=1) for own in combinations(range(4), k)]
+        assert results[f"solved/pass@{k}"] == pytest.approx(np.mean(choices))
+    words = ["--model", chat_model, "--tasks", "rl", "--data", tasks_file, "--samples", "2"]
+    words += ["--reward", "tests/reward_script.py:letters", "--limit", "3"]
+    run_recipe("evaluate", *map(str, words), "--output", str(tmp_path / "results.json"))
+    [entry] = read_json(tmp_path / "results.json").values()
+    assert {"solved/reward", "solved/pass@1", "solved/pass@2"} <= entry["results"].keys()
+
+
 WRONG_TASKS = [
-    ([{"text": "a"}], "has no prompt and no question"),
-    ([], "no tasks"),
+    ([{"text": "a"}], "has no field 'prompt'"),
+    ([], "no items"),
+    ([{"prompt": "a" * 1000}], "remove it"),
     ([{"prompt": [{"role": "tool", "content": "a"}]}], "role other than"),
 ]
 
@@ -276,7 +316,7 @@ def test_wrong_tasks_are_refused(rows, words, chat_model, tmp_path):
 WRONG_COMMANDS = [
     ({"group": 1}, "at least 2"),
     ({"reward": "none.py:f"}, "not number, exact or FILE.py:FUNCTION"),
-    ({"max_new_tokens": 1000}, "lower --max_new_tokens"),
+    ({"max_new_tokens": 120}, "remove it"),
 ]
 
 
@@ -343,7 +383,8 @@ def test_gradients_equal_trl(chat_model, tmp_path):
 
     own = from_pretrained(chat_model).eval()
     rows = [
-        Row(p, a, 0.0, float(x), True) for p, a, x in zip(prompts, answers, advantages, strict=True)
+        Row(Question({}, [], p), a, "", 0.0, float(x), True)
+        for p, a, x in zip(prompts, answers, advantages, strict=True)
     ]
     loader = SimpleNamespace(micro_batch_size=1)
     accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))

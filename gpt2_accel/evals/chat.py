@@ -5,7 +5,8 @@ model's chat template renders the prompt, and the answer is generated greedily.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +16,8 @@ from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.metrics import combine
-from gpt2_accel.generation.sampling import Completion, Prompt, Sampling, complete, encode_prompt
-from gpt2_accel.models import ModelConfig
+from gpt2_accel.generation.sampling import Completion, Sampling, complete, encode_prompt
+from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
@@ -24,13 +25,12 @@ MAX_NEW_TOKENS = 256  # the longest answer
 BATCH_SIZE = 64  # answers that are generated at once
 
 
-class ChatQuestion(NamedTuple):
-    """A prompt, its length in tokens, the expected answer, and the group, "" for none."""
+class Question(NamedTuple):
+    """A row, its prompt as messages, and the token ids of the prompt."""
 
-    prompt: Prompt
-    tokens: int
-    answer: str
-    group: str
+    row: dict[str, Any]
+    prompt: list[dict[str, str]]
+    ids: list[int]
 
 
 class ChatAnswers:
@@ -44,12 +44,13 @@ class ChatAnswers:
         self, items: Sequence[Item], tokenizer: "PreTrainedTokenizerBase", config: ModelConfig
     ):
         self.tokenizer = tokenizer
-        self.n_positions = config.n_positions
-        found = [read_question(item, tokenizer, config.n_positions) for item in items]
-        self.questions = sorted(found, key=lambda question: question.tokens)
+        for item in items:
+            item.field("answer", str)
+            if "group" in item.fields:
+                item.field("group", str)
+        self.questions = [read_question(item, tokenizer, config.n_positions - 1) for item in items]
         self.notes = [f"chat: {len(items):,} items"]
 
-    @torch.no_grad()
     def __call__(
         self,
         accelerator: Accelerator,
@@ -58,46 +59,65 @@ class ChatAnswers:
     ) -> dict[str, float]:
         """Returns `chat/exact_match`, which ignores spaces at both ends, and `chat/stop_rate`, the
         share of answers that end by themselves, with standard errors; also
-        `chat/exact_match_GROUP` of each group.
-
-        All ranks call it; each generates some of the batches of `BATCH_SIZE` questions of similar
-        length. The result is empty if `interrupted`, which several ranks call before each round of
-        batches, and one after each token.
+        `chat/exact_match_GROUP` of each group. All ranks call it. The result is empty if
+        `interrupted`.
         """
-        plain = unwrap(accelerator, model)
-        starts = range(0, len(self.questions), BATCH_SIZE)
-        batches = [self.questions[start : start + BATCH_SIZE] for start in starts]
-        ranks = accelerator.num_processes
-        rounds = range(0, len(batches), ranks)
-        between = interrupted if ranks == 1 else lambda: False
-        found: list[tuple[ChatQuestion, Completion]] = []
-        for first in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
-            if interrupted():
-                return {}
-            number = first + accelerator.process_index
-            if number >= len(batches):  # the last batches are those of other ranks
-                break
-            batch = batches[number]
-            room = self.n_positions - batch[-1].tokens
-            sampling = Sampling(min(MAX_NEW_TOKENS, room), temperature=0)
-            prompts = [question.prompt for question in batch]
-            answers = complete(plain, self.tokenizer, prompts, sampling, between)
-            if not answers:
-                return {}
-            found += zip(batch, answers, strict=True)
-        return chat_scores(gather_object(found))
+        sampling = Sampling(MAX_NEW_TOKENS, temperature=0)
+        found = answers(accelerator, model, self.tokenizer, self.questions, sampling, interrupted)
+        return chat_scores([(question, given[0]) for question, given in found]) if found else {}
 
 
-def chat_scores(found: Sequence[tuple[ChatQuestion, Completion]]) -> dict[str, float]:
+@torch.no_grad()
+def answers(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    sampling: Sampling,
+    interrupted: Callable[[], bool],
+) -> list[tuple[Question, list[Completion]]]:
+    """Returns the questions, each with its `sampling.num_samples` answers, on all ranks.
+
+    All ranks call it; each generates some of the batches of `BATCH_SIZE` answers to questions of
+    similar length. The result is empty if `interrupted`, which several ranks call before each round
+    of batches, and one after each token.
+    """
+    plain: LanguageModel = unwrap(accelerator, model)
+    questions = sorted(questions, key=lambda question: len(question.ids))
+    size = max(1, BATCH_SIZE // sampling.num_samples)
+    batches = [questions[start : start + size] for start in range(0, len(questions), size)]
+    ranks = accelerator.num_processes
+    rounds = range(0, len(batches), ranks)
+    between = interrupted if ranks == 1 else lambda: False
+    found: list[tuple[Question, list[Completion]]] = []
+    for first in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
+        if interrupted():
+            return []
+        number = first + accelerator.process_index
+        if number >= len(batches):  # the last batches are those of other ranks
+            break
+        batch = batches[number]
+        room = plain.config.n_positions - len(batch[-1].ids)
+        own = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        given = complete(plain, tokenizer, [question.prompt for question in batch], own, between)
+        if not given:
+            return []
+        for i, question in enumerate(batch):
+            start = i * sampling.num_samples
+            found.append((question, given[start : start + sampling.num_samples]))
+    return gather_object(found)
+
+
+def chat_scores(found: Sequence[tuple[Question, Completion]]) -> dict[str, float]:
     """Returns the results of `ChatAnswers` for all answers. All ranks call it."""
     pairs: dict[str, list[tuple]] = {
-        "exact_match": [(given.text, question.answer) for question, given in found],
+        "exact_match": [(given.text, question.row["answer"]) for question, given in found],
         "stop_rate": [(given.ended, "end_of_text") for _, given in found],
     }
-    for question, given in sorted(found, key=lambda pair: pair[0].group):
-        if question.group:
-            name = f"exact_match_{question.group}"
-            pairs.setdefault(name, []).append((given.text, question.answer))
+    for question, given in sorted(found, key=lambda pair: pair[0].row.get("group", "")):
+        if question.row.get("group"):
+            name = f"exact_match_{question.row['group']}"
+            pairs.setdefault(name, []).append((given.text, question.row["answer"]))
     parts = {}
     for name, both in pairs.items():
         predictions, references = zip(*both, strict=True)
@@ -105,21 +125,22 @@ def chat_scores(found: Sequence[tuple[ChatQuestion, Completion]]) -> dict[str, f
     return combine("chat", "exact_match", parts)
 
 
-def read_question(
-    item: Item, tokenizer: "PreTrainedTokenizerBase", n_positions: int
-) -> ChatQuestion:
-    """Returns the question of an item. Raises `ValueError` if it has no prompt or answer."""
-    prompt = item.field("prompt", str | list)
-    answer = item.field("answer", str)
-    group = item.field("group", str) if "group" in item.fields else ""
+def read_question(item: Item, tokenizer: "PreTrainedTokenizerBase", longest: int) -> Question:
+    """Returns the question of an item, its field `prompt` or `question`, a text or messages.
+
+    Raises `ValueError` if it has none, if the chat template refuses it or there is no template, and
+    if it has more than `longest` tokens.
+    """
+    name = "question" if "question" in item.fields and "prompt" not in item.fields else "prompt"
+    prompt = item.field(name, str | list)
     try:
         messages, _ = read_messages({"messages": as_messages(prompt, "user")}, item.place)
-        tokens = len(encode_prompt(tokenizer, messages))
+        ids = encode_prompt(tokenizer, messages)
     except (Problem, ValueError) as error:
         raise ValueError(f"{item.place} has a prompt that cannot be answered: {error}") from error
-    if tokens >= n_positions:
+    if len(ids) > longest:
         raise ValueError(
-            f"{item.place} has a prompt of {tokens:,} tokens, and the model has {n_positions:,} "
-            "positions: remove it"
+            f"{item.place} has a prompt of {len(ids):,} tokens; with an answer the model's "
+            f"positions allow {longest:,}: remove it"
         )
-    return ChatQuestion(messages, tokens, answer, group)
+    return Question(item.fields, messages, ids)

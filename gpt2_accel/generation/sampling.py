@@ -202,20 +202,24 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 @torch.no_grad()
 def tokens(
-    model: LanguageModel, prompts: Sequence[list[int]], sampling: Sampling
+    model: LanguageModel,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[list[int]]:
     """Yields the next token of each sample, `sampling.max_new_tokens` times.
 
-    A prompt has at least one token. Ignores `sampling.stop`, which `stream` compares with the text.
+    A prompt has at least one token. `seeds` has one for each prompt, by default `sampling.seed`.
+    Ignores `sampling.stop`, which `stream` compares with the text.
     Raises `ValueError` for logits that are not finite.
     """
     n_positions = model.config.n_positions
     rows = []
     generators = []
-    for prompt in prompts:
+    for prompt, seed in zip(prompts, seeds or [sampling.seed] * len(prompts), strict=True):
         for i in range(sampling.num_samples):
             rows.append(prompt[-n_positions:])
-            generators.append(torch.Generator(model.device).manual_seed(sampling.seed + i))
+            generators.append(torch.Generator(model.device).manual_seed(seed + i))
     with evaluating(model):
         slots = 0
         if sampling.compile and len(rows) == 1:

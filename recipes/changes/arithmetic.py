@@ -10,6 +10,8 @@ function of i, so ranks, micro-batches and a resume see the same sums. The valid
 with another seed. `sums/exact_match` is the share of 100 of them that the model answers.
 """
 
+import string
+
 from gpt2_accel import cli
 
 # gpt2_accel before torch: it sets how torch's threads wait.
@@ -60,7 +62,7 @@ class ExactMatch:
 
 
 def sums(config: TrainConfig) -> Data:
-    tokenizer = char_tokenizer("0123456789+=\n")
+    tokenizer = char_tokenizer(string.printable)  # a chat template needs letters
     train, val = Sums(tokenizer, 0, 2**40), Sums(tokenizer, 1, 64)
     return Data(tokenizer, train, val, name="two-digit sums")
 

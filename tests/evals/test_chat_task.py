@@ -87,7 +87,10 @@ def test_empty_answers_that_end_are_exact(accelerator, tokenizer):
 def test_bad_items_are_refused(tokenizer):
     for item, message in [
         ({"prompt": "x"}, "item 0 has no field 'answer'"),
-        ({"prompt": "a" * 200, "answer": "x"}, "128 positions"),
+        (
+            {"prompt": "a" * 200, "answer": "x"},
+            "219 tokens; with an answer the model's positions allow 127",
+        ),
         ({"prompt": user_turn(None), "answer": "x"}, "without text"),
         ({"prompt": user_turn([{"type": "image"}]), "answer": "x"}, "not supported"),
     ]:
