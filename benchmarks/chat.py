@@ -2,9 +2,11 @@
 
     python benchmarks/chat.py quickstart smollm2 gemma --models MODELS
 
-Each model has three comparisons: `chat_sft.py` and `SFTTrainer`, the same with LoRA, and
-`chat_dpo.py` and `DPOTrainer`. They take turns as in `measure.py`, uncompiled, on the same
-conversations or pairs. Updates have the same mean number of tokens that count in the loss.
+Each model has four comparisons: `chat_sft.py` and `SFTTrainer`, the same with LoRA, `chat_dpo.py`
+and `DPOTrainer`, `chat_rl.py` and `GRPOTrainer` (for an update, sampling included: 8 answers of 32
+tokens to each prompt, all with the reward 0). They take turns as in `measure.py`, uncompiled, on
+the same conversations, pairs or prompts. Updates have the same mean number of tokens that count in
+the loss.
 `SFTTrainer` is measured with packed windows and with padded batches of conversations. Real models
 have a plain loop with the model of `transformers` too, and generation after a prompt of 16 tokens;
 all of it in fp32 and, where the device computes in bf16, in bf16.
@@ -28,7 +30,7 @@ from pathlib import Path
 
 import torch
 from measure import rows, run_in_turns
-from processes import Job
+from processes import ANSWER_TOKENS, ANSWERS, Job
 from results import RESULTS, write_result
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
@@ -104,7 +106,8 @@ def write_rows(folder: Path) -> list[str]:
                 "rejected": [{"role": "assistant", "content": other}],
             }
             pairs.append(pair)
-    for name, lines in {"chats": chats, "pairs": pairs}.items():
+    tasks = [{"prompt": pair["prompt"], "answer": ""} for pair in pairs]
+    for name, lines in {"chats": chats, "pairs": pairs, "tasks": tasks}.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
     texts = []
@@ -167,6 +170,9 @@ def comparisons_of(name: str, folder: Path, precision: str) -> list[list[Job]]:
         targets=round(setup.pairs * targets),
     )
     comparisons.append([ours, replace(ours, name="DPOTrainer", kind="trl_trainer")])
+    ours = replace(ours, name="chat_rl", recipe="chat_rl", data=str(folder / "tasks.jsonl"))
+    ours = replace(ours, targets=setup.pairs * ANSWERS * ANSWER_TOKENS)
+    comparisons.append([ours, replace(ours, name="GRPOTrainer", kind="trl_trainer")])
     return comparisons + (generation(full) if name in REAL else [])
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+ANSWERS = 8  # of "chat_rl" to each prompt
+ANSWER_TOKENS = 32
+
+
 @dataclass(frozen=True)
 class Job:
     """One program to measure. `kind` is a key of `worker.KINDS`.
@@ -33,9 +37,9 @@ class Job:
     new_tokens: int = 0  # per text
 
     # "chat_recipe", "trl_trainer" and "hf_loop"; for generation, `model` replaces `shape`
-    recipe: str = ""  # "chat_sft" or "chat_dpo"
+    recipe: str = ""  # "chat_sft", "chat_dpo" or "chat_rl"
     model: str = ""  # model directory
-    data: str = ""  # file of conversations or pairs
+    data: str = ""  # file of conversations, pairs or tasks
     length: int = 0  # tokens per window, or per prompt with an answer
     targets: int = 0  # tokens per update that count in the loss
     lora: int = 0  # rank; 0: off

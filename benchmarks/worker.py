@@ -12,11 +12,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from nanogpt import plain_optimizer, plain_update, random_batches
-from processes import Job
+from processes import ANSWER_TOKENS, ANSWERS, Job
 from reference_model import PlainLoss, slow_gpt
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -222,7 +222,7 @@ def hf_generate(job: Job, folder: str, gate: Gate) -> None:
 
 
 def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
-    """`chat_sft.py` or `chat_dpo.py`, with a command line."""
+    """`chat_sft.py`, `chat_dpo.py` or `chat_rl.py`, with a command line."""
     flags = {
         "model": job.model,
         "data": job.data,
@@ -238,6 +238,10 @@ def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
     }
     if job.recipe == "chat_dpo":
         flags |= {"batch_size": job.batch_size}
+    elif job.recipe == "chat_rl":
+        flags |= {"batch_size": job.batch_size, "micro_batch_size": job.batch_size}
+        flags |= {"group": ANSWERS, "max_new_tokens": ANSWER_TOKENS}
+        flags |= {"reward": "exact", "test_every": 0}
     else:
         flags |= {"sequence_length": job.length, "total_batch_size": job.batch_size * job.length}
     script = Path(__file__).parent.parent / f"recipes/{job.recipe}.py"
@@ -248,8 +252,13 @@ def chat_recipe(job: Job, folder: str, gate: Gate) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def no_reward(completions: list, **fields: object) -> list[float]:
+    """Gives each answer 0."""
+    return [0.0] * len(completions)
+
+
 def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
-    """TRL's `SFTTrainer`, with PEFT for LoRA, or TRL's `DPOTrainer`."""
+    """TRL's `SFTTrainer`, with PEFT for LoRA, or TRL's `DPOTrainer` or `GRPOTrainer`."""
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
@@ -261,7 +270,6 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
         "bf16": job.precision == "bf16",
         "gradient_checkpointing": False,  # by default it computes each forward twice
         "per_device_train_batch_size": job.batch_size,
-        "max_length": job.length,
         "max_steps": ENDLESS,
         "learning_rate": LEARNING_RATE,
         "adam_beta2": BETA2,
@@ -271,14 +279,23 @@ def trl_trainer(job: Job, folder: str, gate: Gate) -> None:
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
     }
-    options = {}
+    options: dict[str, Any] = {}
     if job.recipe == "chat_dpo":
         trainer = trl.DPOTrainer
         # As in `chat_dpo.py`: the reference's log-probabilities are computed first.
-        settings = trl.DPOConfig(**arguments, beta=0.5, precompute_ref_log_probs=True)
+        arguments |= {"max_length": job.length, "precompute_ref_log_probs": True}
+        settings = trl.DPOConfig(**arguments, beta=0.5)
+    elif job.recipe == "chat_rl":
+        trainer = trl.GRPOTrainer
+        arguments |= {"per_device_train_batch_size": job.batch_size * ANSWERS}
+        arguments |= {"num_generations": ANSWERS, "max_completion_length": ANSWER_TOKENS}
+        arguments |= {"loss_type": "dapo", "scale_rewards": "none", "beta": 0.0, "top_k": 0}
+        settings = trl.GRPOConfig(**arguments)
+        options["reward_funcs"] = no_reward
     else:
         trainer = trl.SFTTrainer
-        settings = trl.SFTConfig(**arguments, assistant_only_loss=True, packing=job.packed)
+        arguments |= {"max_length": job.length, "packing": job.packed}
+        settings = trl.SFTConfig(**arguments, assistant_only_loss=True)
     if job.lora:
         options["peft_config"] = LoraConfig(
             r=job.lora,
