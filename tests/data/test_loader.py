@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from conftest import losses, make_text, read_json, refused, reset_accelerate, run, tiny_config
 
 from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, locate_phases
@@ -110,18 +109,6 @@ def test_wrong_phases_are_refused(phase, mixed, tmp_path, monkeypatch):
     monkeypatch.chdir(mixed.parent)
     with refused("give positive weights of small, LARGE|give rising shares"):
         write_mixture(tmp_path / "mix", {"small": 1, "LARGE": 1}, [phase])
-
-
-def test_a_mixture_trains_and_evaluates_by_its_weights(mixed, tmp_path):
-    last = run(tiny_config(mixed, tmp_path / "run", eval_every=8))[-1]
-    assert 0 < last["val/bits_per_byte"] < last["val/loss"] * 1.45
-    loader = mixture_loader(mixed)
-    windows = []
-    for step in range(256):
-        windows += [batch.input_ids for batch in loader.update(8 * step, 8)]
-    tokens = torch.cat(windows)
-    capital = ((tokens >= 65) & (tokens <= 90)).any(dim=1)
-    assert capital.double().mean().item() == pytest.approx(0.25, abs=0.002)
 
 
 def test_evaluation_reads_each_window_of_a_mixture_once_by_weights(mixed):
