@@ -73,7 +73,7 @@ test-gpu-code: .venv/installed-dev build/triton  ## without a GPU: bytes of a tr
 	PYTHONPATH=build/triton $(BIN)/python benchmarks/gpu_code.py
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/kernels/test_softmax.py
 
-test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens and its server: 20 minutes
+test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens: 20 minutes
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores

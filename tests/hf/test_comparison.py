@@ -56,16 +56,16 @@ def fresh_and_trained(data_dir, tmp_path_factory):
     @functools.cache
     def train_one(architecture):
         folder = tmp_path_factory.mktemp(architecture)
-        config = tiny_config(data_dir, folder / "300", architecture=architecture, max_steps=300)
+        config = tiny_config(data_dir, folder / "99", architecture=architecture, max_steps=99)
         torch.manual_seed(0)
         save_pretrained(configured_shape(config, 257).build(), folder / "0", byte_tokenizer())
         assert losses(run(config))[-1] < 2.5
-        return {0: folder / "0", 300: folder / "300"}
+        return {0: folder / "0", 99: folder / "99"}
 
     return train_one
 
 
-@pytest.mark.parametrize(("updates", "dtype"), [(0, torch.bfloat16), (300, torch.float32)])
+@pytest.mark.parametrize(("updates", "dtype"), [(0, torch.bfloat16), (99, torch.float32)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("change", [None, epsilon, residual, reversed_positions, soft_cap])
 def test_a_model_that_differs_a_little_is_found(

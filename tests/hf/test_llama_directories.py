@@ -102,13 +102,6 @@ def test_missing_sizes_of_a_llama_follow_from_others(value, tmp_path):
     assert read_config(write(tmp_path, SMOLLM2, head_dim=32)).head_dim == 32
 
 
-def test_wrong_configs_are_refused(tmp_path):
-    with refused("not a multiple of n_kv_head"):
-        read_config(write(tmp_path, SMOLLM2, num_key_value_heads=7))
-    with refused("hidden_size.*10.5"):
-        read_config(write(tmp_path, QWEN3, hidden_size=10.5))
-
-
 LLAMA3 = {"factor": 32.0, "rope_type": "llama3", "original_max_position_embeddings": 8192}
 LLAMA3 |= {"high_freq_factor": 4.0, "low_freq_factor": 1.0}
 NEW = {"rope_parameters": LLAMA3 | {"rope_theta": 100000}, "rope_scaling": "absent"}
