@@ -370,20 +370,6 @@ def pytest_collection_finish():
     gc.freeze()  # excludes imported objects from garbage collection, which would be slow
 
 
-@pytest.fixture
-def chromium():
-    """A Chromium. Skips the test without playwright or without a Chromium."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
-    with api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome")
-        path = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
-        if not os.path.exists(path):
-            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture(scope="session")
 def gpt2():
     """GPT-2's BPE. Skips the test if it cannot be downloaded."""

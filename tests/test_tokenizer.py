@@ -303,14 +303,6 @@ def test_code_in_a_tokenizer_directory_is_never_run(tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tokenizer_that_changes_when_loaded_is_saved_under_another_class(tmp_path):
-    tokenizer = train_bpe([TEXT, PROBE], 400)
-    tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
-    save_model(tokenizer, tmp_path / "model")
-    again = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert encode(again, [PROBE]) == encode(tokenizer, [PROBE])
-
-
 def test_a_type_of_model_with_its_own_tokenizer_keeps_the_ids_of_the_package(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     for _ in range(2):

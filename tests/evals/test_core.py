@@ -184,12 +184,6 @@ def test_core_equals_the_reference(accelerator, model_dir, bundle):
     assert results["core/cut_prompts"] > 0
 
 
-def test_an_interrupted_evaluation_returns_nothing(accelerator, model_dir, bundle):
-    model = from_pretrained(model_dir)
-    core = Core(bundle, load_tokenizer(model_dir), model.config)
-    assert core(accelerator, model, lambda: True) == {}
-
-
 def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     lines = run(tiny("run", core_every=2, core_data=str(bundle), max_steps=2))
     model = from_pretrained(tmp_path / "run")
@@ -218,20 +212,13 @@ CHOICE = {"query": "a", "choices": ["b", "c"], "gold": 0}
 # A file of the bundle, its content in JSON and the words of the message.
 WRONG = [
     ("alone.jsonl", CHOICE | {"gold": 2}, "line 1 has gold = 2: expected the index of one of the"),
-    ("alone.jsonl", CHOICE | {"gold": -1}, "gold = -1"),
     ("alone.jsonl", CHOICE | {"gold": True}, "gold = True"),
-    ("alone.jsonl", CHOICE | {"gold": None}, "gold = None"),
-    ("alone.jsonl", CHOICE | {"choices": ["b"]}, "expected two strings or more"),
     ("alone.jsonl", CHOICE | {"choices": ["b", 1]}, "expected two strings or more"),
-    ("alone.jsonl", CHOICE | {"choices": ["b", " "]}, "has an empty text"),
     ("alone.jsonl", {"query": "a", "gold": 0}, "has no field 'choices'"),
-    ("pronouns.jsonl", {"context_options": ["a", "b"], "gold": 0}, "has no field 'continuation'"),
     ("endings.jsonl", {"context": 1, "continuation": "a"}, "context = 1: expected str"),
     ("endings.jsonl", {"context": "a", "continuation": ""}, "has an empty text"),
     ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,100\n", "baseline of Choices"),
-    ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,nan\n", "baseline of Choices"),
     ("eval_meta_data.csv", "Eval Task,Random baseline\n", "wrong core.yaml or eval_meta"),
-    ("core.yaml", {"icl_tasks": [{"label": "Choices"}]}, "wrong core.yaml or eval_meta"),
     ("core.yaml", "a: [", "wrong core.yaml or eval_meta"),
 ]
 
@@ -253,8 +240,6 @@ def test_a_replaced_or_damaged_zip_file_is_noticed(bundle, tmp_path):
                 text = file.read_text().replace("Choices", label)
                 archive.writestr(str(file.relative_to(bundle)), text)
         assert read_tasks(open_bundle(path))[0].name == label
-    content = path.read_bytes()
-    at = content.index(b"sat rat") if b"sat rat" in content else content.index(b"choices")
-    path.write_bytes(content[: at - 2] + b"#" + content[at - 1 :])
+    path.write_bytes(path.read_bytes().replace(b"choices", b"#hoices", 1))
     with refused("b.zip/eval_data/small/.*Bad CRC-32"):
         read_tasks(open_bundle(path))

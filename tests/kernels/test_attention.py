@@ -1,8 +1,5 @@
 """Attention: the kernels of torch by device, and block masks, which equal the dense mask."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +9,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import attention as module
-from gpt2_accel.kernels.attention import takes_groups
 from gpt2_accel.models.parts import attend
-from gpt2_accel.runtime.device import OVERRIDES, attention_order
 
 
 @pytest.mark.parametrize("T, short", [(32, True), (128, True), (129, False)])
@@ -54,25 +49,6 @@ def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length,
     assert seen[0] == [name for name in order if length == 128 or "CUDNN" not in name]
     assert seen[1] == ["MATH", "FLASH_ATTENTION"]
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "masked", "groups"),
-    [
-        ((9, 0), torch.bfloat16, False, True),
-        ((9, 0), torch.bfloat16, True, False),
-        ((9, 0), torch.float32, False, False),
-        ((7, 5), torch.float16, False, False),
-    ],
-)
-def test_keys_are_repeated_where_fused_kernels_do_not_take_groups(
-    capability, dtype, masked, groups, monkeypatch
-):
-    """Torch's plain attention, which it takes otherwise, keeps all scores in memory."""
-    monkeypatch.setenv(OVERRIDES, json.dumps({"compute_capability": capability}))
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    with kernel_choices(sdpa_order=attention_order(torch.device("cuda"), False)):
-        assert takes_groups(q, torch.ones(1) if masked else None) == groups
 
 
 @pytest.mark.parametrize("causal", [True, False])

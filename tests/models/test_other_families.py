@@ -23,10 +23,9 @@ DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim":
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "gemma3_text"])
-def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
+def test_weights_in_bf16_compute_what_the_class_computes(tmp_path):
     """The class keeps its rotary frequencies in fp32."""
-    start = save_family(kind, tmp_path / "start", max_position_embeddings=1024)
+    start = save_family("gemma3_text", tmp_path / "start", max_position_embeddings=1024)
     ids = torch.randint(257, (1, 1000))
     expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
     loaded = from_pretrained(start)

@@ -162,17 +162,6 @@ def test_distillation_adds_the_divergence_from_the_teacher(teacher_dir):
     assert loss.item() == pytest.approx((cross_entropy + divergence) / 2, abs=1e-5)
 
 
-def test_a_checkpoint_does_not_contain_the_teacher(change, teacher_dir, tmp_path):
-    def with_teacher(module):
-        return {"objective": module.Distillation(str(teacher_dir))}
-
-    change("distillation", "run", with_teacher, max_steps=1)
-    change("distillation", "plain", max_steps=1)
-    for file in ("model.safetensors", "training_state/optimizer.safetensors"):
-        saved = load_file(tmp_path / "run/checkpoint-1" / file)
-        assert saved.keys() == load_file(tmp_path / "plain/checkpoint-1" / file).keys()
-
-
 def test_another_optimizer_resumes_exactly(change, tmp_path):
     def with_lion(module):
         return {"optimizer": module.lion}

@@ -22,9 +22,8 @@ from conftest import (
     write_lines,
 )
 from launching import launch
-from transformers import GPT2LMHeadModel
 
-from gpt2_accel import GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.evals import validation
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -92,20 +91,6 @@ def test_a_run_is_evaluated_on_its_own_data_where_that_is_there(model, tmp_path,
     for models in ([moved], [model, moved]):
         with refused("give --data hellaswag=FILE"):
             run_recipe("evaluate", "--model", *models)
-
-
-def test_several_models_are_rows_of_one_table(data_dir, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("small", "large")]
-    for number, folder in enumerate(folders, 1):
-        shape = GPTConfig(257, n_positions=64, n_layer=number, n_head=1, n_embd=8 * number)
-        save_pretrained(shape.build(), folder, byte_tokenizer())
-    run_recipe("evaluate", "--model", *folders, "--data_dir", data_dir, "--eval_tokens", 640)
-    rows = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()[2:]
-    for folder, row in zip(folders, rows, strict=True):
-        [entry] = read_json(folder / "evaluation.json").values()
-        parameters = GPT2LMHeadModel.from_pretrained(folder).num_parameters()
-        for cell in (folder, f"{parameters:,}", f"{entry['results']['val/loss']:.4f} ± "):
-            assert f"| {cell}" in row
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):
@@ -207,20 +192,3 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
     [entry] = read_json(tmp_path / "run/evaluation.json").values()
     assert entry["step"] == 4
     assert len(entry["weights"]) == 64
-
-
-def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
-    """Another rank, which would find a newer one, evaluates the one that it is told."""
-    run(tiny("run", max_steps=4, save_every=2))
-    (tmp_path / "run/config.json").unlink()  # a running training has no model there
-
-    def told(function):
-        newest_here = function()
-        newest = tmp_path / "run/checkpoint-4"
-        return newest.with_name("checkpoint-2") if newest_here == newest else newest_here
-
-    monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
-    flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
-    run_recipe("evaluate", "--model", tmp_path / "run", *flags)
-    [entry] = read_json(tmp_path / "out.json").values()
-    assert entry["step"] == 2

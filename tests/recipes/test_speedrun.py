@@ -30,15 +30,6 @@ def test_settings_follow_the_depth(depth):
     assert config.micro_batch_size == 0
 
 
-def test_given_settings_win_over_computed_ones():
-    recipe = load_recipe("speedrun")
-    config = recipe.Speedrun(depth=2, total_batch_size=8192, max_steps=3, learning_rate=0.5)
-    recipe.follow_depth(config, 4096)
-    assert config.total_batch_size == 8192
-    assert config.max_steps == 3
-    assert config.learning_rate == 0.5
-
-
 def test_a_resumed_run_keeps_its_schedule(data_dir, tmp_path):
     flags = "--depth 1 --total_batch_size 64 --n_positions 32 --eval_every 0 --sample_every 0"
     flags = [*flags.split(), "--data_dir", data_dir, "--output_dir", tmp_path]

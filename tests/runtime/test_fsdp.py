@@ -8,20 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    LONG,
     as_flags,
     long,
     losses,
     metrics,
     reset_accelerate,
     tiny_config,
-    weights_digest,
 )
 from launching import allow_fsdp_on_cpus, launch, launch_flags, launched
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPTConfig
 from gpt2_accel.config import TrainConfig
@@ -74,30 +71,6 @@ def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     assert sharded[-1]["val/loss"] == pytest.approx(lines[-1]["val/loss"], abs=2e-3)
     assert 0 < error(gradient, exact) < 0.02
     assert error(sharded_gradient, exact) < 1.3 * error(gradient, exact)
-
-
-@long
-def test_muon_trains_and_resumes_as_with_ddp(data_dir, tmp_path):
-    """In fp32: equal losses, a resume to the last bit, and resumes from DDP and on one process."""
-    settings = {"optimizer": "muon", "lr_schedule": "constant", "max_steps": 12, "save_every": 6}
-
-    def train(name, how, processes=2, resume_from=None):
-        config, script = how
-        at = resume_from and str(tmp_path / resume_from / "checkpoint-6")
-        run = tiny_config(data_dir, tmp_path / name, **settings, resume_from=at)
-        flags = ("--mixed_precision", "no", *EAGER, script, *as_flags(run))
-        launch(*flags, processes=processes, config=config)
-        return losses(metrics(tmp_path / name))
-
-    ddp = train("ddp", DDP)
-    assert train("fsdp", FSDP) == pytest.approx(ddp, abs=1e-4)
-    train("resumed", FSDP, resume_from="fsdp")
-    assert weights_digest(tmp_path / "resumed") == weights_digest(tmp_path / "fsdp")
-    assert train("alone", DDP, 1, resume_from="fsdp") == pytest.approx(ddp[6:], abs=1e-4)
-    if LONG:
-        assert train("from_ddp", FSDP, resume_from="ddp") == pytest.approx(ddp[6:], abs=1e-4)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "fsdp", output_loading_info=True)
-    assert not any(info.values())
 
 
 @long

@@ -39,9 +39,7 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
 
 @long
 @needs_all
-def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path, offline):
-    import trackio
-
+def test_a_killed_and_resumed_run_is_one_curve(tiny, tmp_path, offline):
     names = ["tensorboard", "trackio"]
     config = tiny("run", max_steps=160, save_every=50, report_to=names, resume_from="latest")
     log = tmp_path / "run/metrics.jsonl"
@@ -64,9 +62,6 @@ def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path,
     query = "SELECT step FROM metrics WHERE run_name = ?"
     rows = sqlite3.connect(path).execute(query, (f"run-{known['run_id']}",))
     assert {step for (step,) in rows} >= set(steps[50:])
-    [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
-    assert recorded.config["learning_rate"] == 1e-2
-    assert recorded.config["parameters"] == known["parameters"] == 34_720
 
 
 def test_wandb_has_one_id_over_resumes_and_gets_each_step_at_once(tiny, tmp_path, monkeypatch):

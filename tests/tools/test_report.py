@@ -38,11 +38,6 @@ def report_dir(runs, tmp_path_factory):
     return folder / "out"
 
 
-def test_the_report_has_a_picture_of_each_chart(report_dir):
-    names = {path.stem for path in report_dir.glob("*.png")}
-    assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names
-
-
 def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
     entry = {"step": 60, "weights": "00", "precision": "no"}
