@@ -1,10 +1,8 @@
 """Training, resuming and reading runs of the other architectures."""
 
 import pytest
-import torch
 from conftest import (
     as_flags,
-    hellaswag_items,
     long,
     losses,
     metrics,
@@ -12,7 +10,6 @@ from conftest import (
     run,
     tiny_config,
     weights_digest,
-    write_lines,
 )
 from launching import launch
 from transformers import pipeline
@@ -57,24 +54,6 @@ def test_final_model_opens_everywhere(architecture, trained):
     [sample] = complete(model, tokenizer, ["the "], Sampling(8, temperature=0.0, num_samples=1))
     assert sample.prompt + sample.text == text
     assert write_report([RunFolder(trained)], trained / "report").exists()
-
-
-@long
-def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path, monkeypatch):
-    path = write_lines(tmp_path / "items.jsonl", hellaswag_items(9))
-    changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
-    changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
-    changes |= SIZES | {"architecture": architecture, "sample_tokens": 5}
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    eager = run(tiny("eager", **changes))
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = run(tiny("compiled", **changes))
-    # One graph for training, one for the validation loss, none for HellaSwag and samples.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert losses(compiled) == pytest.approx(losses(eager), abs=1e-2)
-    assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-2)
 
 
 @long

@@ -22,7 +22,6 @@ from conftest import (
     weights_digest,
     write_lines,
 )
-from families import save_family
 from launching import ROOT, launch, python
 from safetensors.torch import load_file
 
@@ -228,28 +227,6 @@ def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, st
     assert last["val/loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
     assert last["val/margin"] == pytest.approx(margins.mean().item(), rel=1e-4)
     assert last["val/reward_accuracy"] == pytest.approx((margins > 0).float().mean().item())
-
-
-def test_a_mixture_of_experts_adds_its_balancing_loss(file, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    changes = {"vocab_size": 260, "max_position_embeddings": 128, "router_aux_loss_coef": 0.5}
-    start = save_family("mixtral", tmp_path / "start", **changes)
-    chat_tokenizer(start).save_pretrained(start)
-    run_recipe("chat_dpo", *settings(start, tmp_path / "run", data=file, max_steps=1))
-    [data] = (tmp_path / "run").glob("data-*")
-    loader = TrainLoader(
-        open_data(data).split("train"), micro_batch_size=4, seed=1337, sequence_length=128
-    )
-    [batch] = loader.update(0, 4)
-    model = AutoModelForCausalLM.from_pretrained(start)
-    output = model(batch.input_ids.view(8, 64), output_router_logits=True, use_cache=False)
-    first = metrics(tmp_path / "run")[0]
-    assert first["train/aux_loss"] == pytest.approx(output.aux_loss.item(), rel=1e-5)
-    expected = math.log(2) + 0.5 * output.aux_loss.item()
-    assert first["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert abs(first["train/reward_chosen"]) < 1e-4
-    assert abs(first["train/margin"]) < 1e-4
 
 
 # The reference

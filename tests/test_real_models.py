@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.generation.sampling import Sampling, complete, load
-from gpt2_accel.runtime.files import digest
 from gpt2_accel.tokenizer import load_tokenizer
 
 MODELS = Path(os.environ.get("MODELS", "nowhere"))
@@ -45,18 +44,6 @@ def test_logits_and_files_are_those_of_transformers(folder, tmp_path):
     save_pretrained(ours, tmp_path, load_tokenizer(folder))
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert torch.equal(again(ids).logits, theirs(ids).logits)
-
-
-def test_gemma_begins_with_bos_and_keeps_its_tied_rows(tmp_path):
-    tokenizer = load_tokenizer(GEMMA)
-    model = from_pretrained(GEMMA)
-    assert model.head_weight.shape == (262_144, 640)
-    assert model.head_weight is model.inner.get_input_embeddings().weight
-    [done] = complete(*load(str(GEMMA)), [TEXT], Sampling(8, temperature=0))
-    text = pipeline("text-generation", model=str(GEMMA), dtype=torch.float32)
-    expected = text(TEXT, max_new_tokens=8, do_sample=False)[0]["generated_text"]
-    assert TEXT + done.text == expected
-    assert tokenizer(TEXT)["input_ids"][0] == tokenizer.bos_token_id
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -95,18 +82,3 @@ def test_chat_fine_tuning(lora, tmp_path):
         ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
         with torch.no_grad():
             torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=2e-3)
-
-
-def test_preference_training_raises_the_margin(tmp_path):
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know."}
-        for row in rows(20)
-    ]
-    file = write_lines(tmp_path / "pairs.jsonl", pairs)
-    flags = ["--data", file, "--model", SMOLLM2, "--output_dir", tmp_path / "run", "--log_every", 1]
-    before = digest(SMOLLM2 / "model.safetensors")
-    run_recipe("chat_dpo", *flags, "--max_steps", 6, "--batch_size", 4, "--learning_rate", 1e-5)
-    lines = [line for line in metrics(tmp_path / "run") if "train/margin" in line]
-    assert lines[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert lines[-1]["train/margin"] > 0.05
-    assert digest(SMOLLM2 / "model.safetensors") == before

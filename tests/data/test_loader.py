@@ -38,18 +38,6 @@ def mixture_loader(data_dir, **changes):
     return TrainLoader(open_data(data_dir).split("train"), **settings)
 
 
-@pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
-def test_a_mixture_follows_its_weights_and_the_order_of_each_data_set(shares):
-    positions = np.arange(10 * PERIOD)
-    sets, places = locate(positions, shares, 5)
-    for number, share in enumerate(shares):
-        order = places[sets == number]
-        assert sorted(order.tolist()) == list(range(len(order)))  # each position once
-        counts = np.cumsum(sets == number)[PERIOD - 1 :: PERIOD]
-        assert np.abs(counts - share * PERIOD * np.arange(1, 11)).max() <= 2
-    assert not np.array_equal(sets[:1024], sets[1024:2048])
-
-
 PHASES = [(0, (0.7, 0.3, 0.0)), (2500, (0.1, 0.1, 0.8)), (6000, (0.0, 0.5, 0.5))]
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from gpt2_accel import GPTConfig
 from gpt2_accel.data import documents
 from gpt2_accel.data.documents import chunks, held_out
-from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources, prepare_text
+from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
 from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
@@ -490,18 +490,6 @@ def test_prepared_data_is_used_again_for_the_same_texts_and_never_overwritten(
     with refused("exists already"):
         prepared(texts | {"train": train}, tokenizer)
     assert (tmp_path / "d/train_000000.bin").stat() == written
-
-
-def test_a_start_that_another_start_overtakes_uses_its_folder(tmp_path):
-    text = tmp_path / "text"
-    text.write_text("a few words, " * 20)
-
-    def overtaken(words):
-        prepare_text(text, tmp_path / "d", char_tokenizer)
-        return char_tokenizer(words)
-
-    prepare_text(text, tmp_path / "d", overtaken)
-    assert verify_data(tmp_path / "d") == 2
 
 
 def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():

@@ -85,12 +85,3 @@ def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     launch(*command, processes=2)
     [again] = [line["val/kept"] for line in metrics(two) if "val/kept" in line]
     assert again == pytest.approx(value, abs=1e-4)
-
-
-def test_the_quarters_of_a_run_that_costs_more_are_measured(chat_base, tmp_path):
-    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
-    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 8192, "--eval_every", 0]
-    flags += ["--max_steps", 12, "--sample_every", 0, "--keep_best", "false", "--save_every", 0]
-    run_recipe("chat_sft", *flags, "--output_dir", tmp_path / "run")
-    lines = [line["step"] for line in metrics(tmp_path / "run") if "val/kept" in line]
-    assert lines == [3, 6, 9, 12]

@@ -26,8 +26,7 @@ from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
-from gpt2_accel.hf.hub import stage
+from gpt2_accel.generation.sampling import load
 from gpt2_accel.hf.lora import base_digests, base_of
 
 peft = pytest.importorskip("peft")
@@ -157,15 +156,6 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
     other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
     with refused("lora 8 -> 4"):
         run_recipe("chat_sft", *given, *other)
-
-
-def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
-    model, tokenizer = load(chat_run / "checkpoint-12")
-    [answer] = complete(model, tokenizer, [user_turn("Who 0?")], Sampling(max_new_tokens=5))
-    assert answer.ids
-    stage(chat_run / "checkpoint-12", tmp_path / "staged", "user/name")
-    assert (tmp_path / "staged" / ADAPTER).is_file()
-    assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
 
 
 def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):

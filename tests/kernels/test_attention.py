@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 from conftest import kernel_choices
 from families import own_shape
-from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import attention as module
 from gpt2_accel.models.parts import attend
 
@@ -23,32 +21,6 @@ def test_short_attention_in_bf16_on_a_cpu_is_computed_in_fp32(T, short):
     assert torch.equal(actual, in_fp32) == short
     exact = attend(q.double(), k.double(), v.double(), None)
     assert (actual - exact).norm() < 1e-2 * exact.norm()
-
-
-@pytest.mark.parametrize("length", [128, 100])
-def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
-    """cuDNN is left out for lengths that are not a multiple of 128, and with a mask."""
-    order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
-    model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
-    tokens = torch.randint(50, (2, length))
-    before = _cur_sdpa_kernel_backends(with_priority=True)
-    seen = []
-    plain = F.scaled_dot_product_attention
-
-    def spied(*args, **kwargs):
-        seen.append([kind.name for kind in _cur_sdpa_kernel_backends(with_priority=True)])
-        return plain(*args, **kwargs)
-
-    torch._dynamo.reset()
-    with torch.no_grad(), kernel_choices(sdpa_order=order):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
-        torch.testing.assert_close(model(tokens), compiled)
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        model(tokens, attention_mask=mask[None, None])
-    assert seen[0] == [name for name in order if length == 128 or "CUDNN" not in name]
-    assert seen[1] == ["MATH", "FLASH_ATTENTION"]
-    assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
 @pytest.mark.parametrize("causal", [True, False])

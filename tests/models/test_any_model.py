@@ -15,11 +15,9 @@ from conftest import (
     losses,
     make_text,
     metrics,
-    read_json,
     refused,
     run,
     run_recipe,
-    tiny_config,
     weights_digest,
     write_lines,
 )
@@ -28,7 +26,6 @@ from launching import launch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.data.source import open_data
@@ -235,24 +232,6 @@ def test_documents_stay_apart_or_the_class_is_refused(kind, backend, monkeypatch
 
     monkeypatch.setattr(any_model, "document_positions", run_on)
     assert documents_cross(shape)
-
-
-def test_conversations_of_a_class_that_lets_documents_cross_are_not_packed(tmp_path):
-    """A window of OPT has one conversation."""
-    data = write_lines(tmp_path / "chat.jsonl", chat_rows(40))
-    base = save_family("opt", tmp_path / "base", max_position_embeddings=128)
-    flags = ["--max_steps", "2", "--micro_batch_size", "2", "--total_batch_size", "256"]
-    flags += ["--data", data, "--model", base, "--output_dir", tmp_path / "run"]
-    run_recipe("chat_sft", *flags)
-    [folder] = (tmp_path / "run").glob("data-*")
-    manifest = read_json(folder / "manifest.json")
-    entry = manifest["splits"]["train"]
-    assert entry["tokens"] == entry["documents"] * manifest["sequence_length"]
-    settings = {"sequence_length": 128, "source": "", "model": str(base)}
-    packed = tmp_path / "packed"
-    prepare_conversations([str(data)], open_data(folder).tokenizer, packed, **settings)
-    with refused("OPTForCausalLM does not keep documents apart"):
-        run(tiny_config(packed, tmp_path / "other", init_from=str(base), sequence_length=128))
 
 
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else ["gemma3_text"])

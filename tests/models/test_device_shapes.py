@@ -10,7 +10,6 @@ from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.evals.likelihood import Row, token_scores
 
 OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index fake CUDA tensors
 
@@ -55,11 +54,3 @@ def without(q, k, v, block_mask, enable_gqa):
     assert block_mask.kv_num_blocks.device == OTHER
     assert block_mask.shape == (4, 1, 256, 256)
     return torch.empty_like(q)
-
-
-def test_scores_stay_on_their_device():
-    model = build("gpt2").eval()
-    rows = [Row([1, 2, 3, 4], 3), Row([1, 2, 3, 5, 6], 3), Row([1, 2, 3], 1)]
-    for batch in (rows, rows[1:2]):  # only the first is padded
-        for greedy in (False, True):
-            assert token_scores(model, batch, greedy).device == OTHER

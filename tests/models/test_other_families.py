@@ -75,7 +75,6 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     ("given", "left", "dropped"),
     [
         ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}, "temperature, top_p in"),
-        ({"do_sample": True, "temperature": 0.9}, {"temperature": 0.9}, ""),
         ({"_from_model_config": True, "top_k": 50, "do_sample": True}, {"top_k": 50}, ""),
         (
             {"pad_token_id": -1, "num_beams": 1, "early_stopping": True},

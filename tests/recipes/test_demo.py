@@ -7,27 +7,13 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from launching import ROOT, free_port, in_process, wait_for
 
-from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel import from_pretrained
 from gpt2_accel.tokenizer import load_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
 HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>\n"
-
-
-def save_model(folder, tokenizer, vocab_size):
-    """Saves a model that writes HTML again and again, from any byte on; returns its directory."""
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(vocab_size, 512, n_layer=6, n_head=4, n_embd=256))
-    ids = torch.tensor(list(HTML.encode())).repeat(512)[:512]
-    with torch.no_grad():
-        model.wte.weight.normal_()
-        model.wpe.weight.copy_(1000 * model.wte.weight[ids])
-    save_pretrained(model, folder, tokenizer)
-    return folder
 
 
 class Server:
@@ -74,9 +60,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def chat_server(chat_base, tmp_path_factory):
-    model = save_model(tmp_path_factory.mktemp("chat"), chat_tokenizer(chat_base), 259)
-    server = Server(model)
+def chat_server(chat_model):
+    server = Server(chat_model)
     yield server
     printed = server.stop()
     assert "Traceback" not in printed, printed
