@@ -94,7 +94,7 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
-@pytest.mark.parametrize("stride", [None, 1, 7, 64])
+@pytest.mark.parametrize("stride", [None, 7])
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)

@@ -5,13 +5,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import refused
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel.hf.convert import hf_config
 from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.kernels import cross_entropy
-from gpt2_accel.models import check_loaded
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -138,17 +136,3 @@ def test_shapes_follow_from_depth_and_from_single_settings(kind, of_two_heads, o
     assert shape.n_embd == 768
     assert shape.n_head * shape.head_dim == 768
     assert (shape.n_kv_head, shape.n_inner) == of_depth_12
-
-
-def test_a_depth_that_the_loaded_model_does_not_have_is_refused(kind):
-    settings = Settings()
-    settings.init_from = "mine"
-    settings.architecture = kind.architecture
-    settings.depth = 2
-    check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
-    with refused("n_layer 3, not .*: leave out --architecture"):
-        check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
-    settings.depth = None
-    settings.n_embd = 96  # given beside --init_from
-    with refused("n_embd 128, not 96"):
-        check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))

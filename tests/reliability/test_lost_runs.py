@@ -197,24 +197,6 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     assert_status(tmp_path / "run", state=state, requeue=True)
 
 
-@long
-def test_a_signal_acts_between_micro_batches(tiny, tmp_path):
-    """An update of many micro-batches takes seconds: the rest of it is dropped."""
-    settings = {"micro_batch_size": 1, "total_batch_size": 1500 * 32, "max_steps": 3}
-    config = tiny("run", **settings)
-    process = start(config, processes=2)
-    wait_for(lambda: last_step(tmp_path / "run") == 1)
-    update = metrics(tmp_path / "run")[0]["train/seconds"]
-    time.sleep(0.2)  # into the second update
-    sent = time.monotonic()
-    os.kill(process.pids[-1], signal.SIGTERM)
-    assert process.wait(120) == 0, log_of(config)
-    assert time.monotonic() - sent < update - 0.2
-    assert_status(tmp_path / "run", state="stopped", step=1)
-    [checkpoint] = list_checkpoints(tmp_path / "run")
-    assert find_corruption(checkpoint) is None
-
-
 def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, before_update):
     """Two signals arrive within an update of 32 micro-batches."""
     settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 6}

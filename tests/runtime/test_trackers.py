@@ -1,9 +1,7 @@
 """Trackers: the steps, settings and errors that reach them, also over a kill and a resume."""
 
 import importlib.util
-import os
 import signal
-import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -52,16 +50,8 @@ def test_a_killed_and_resumed_run_is_one_curve(tiny, tmp_path, offline):
     time.sleep(1)  # TensorBoard orders its files by the second
     steps = list(range(1, 161))
     assert [entry["step"] for entry in run(config)] == steps
-
-    # TensorBoard: the steps after the checkpoint are purged.
+    # The steps after the checkpoint are purged.
     assert tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss") == steps
-
-    # trackio: the same run; the steps after the checkpoint may be there twice.
-    known = read_json(tmp_path / "run/run.json")
-    [path] = Path(os.environ["TRACKIO_DIR"]).glob("*.db")
-    query = "SELECT step FROM metrics WHERE run_name = ?"
-    rows = sqlite3.connect(path).execute(query, (f"run-{known['run_id']}",))
-    assert {step for (step,) in rows} >= set(steps[50:])
 
 
 def test_wandb_has_one_id_over_resumes_and_gets_each_step_at_once(tiny, tmp_path, monkeypatch):
