@@ -11,7 +11,7 @@ from conftest import (
     tiny_config,
     weights_digest,
 )
-from launching import launch
+from launching import sharded
 from transformers import pipeline
 
 from gpt2_accel.generation.sampling import Sampling, complete, load
@@ -59,8 +59,6 @@ def test_final_model_opens_everywhere(architecture, trained):
 @long
 def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp_path):
     changes = {"max_steps": 4, "total_batch_size": 8 * 32, "architecture": architecture} | SIZES
-    flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
-    script = ("tests/fsdp_script.py", *as_flags(tiny("sharded", **changes)))
-    launch(*flags, *script, processes=2, config="8xa100_fsdp2")
-    sharded = losses(metrics(tmp_path / "sharded"))
-    assert sharded == pytest.approx(losses(run(tiny("one", **changes))), abs=1e-5)
+    sharded("tests/fsdp_script.py", *as_flags(tiny("sharded", **changes)))
+    alone = losses(run(tiny("one", **changes)))
+    assert losses(metrics(tmp_path / "sharded")) == pytest.approx(alone, abs=1e-5)

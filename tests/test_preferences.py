@@ -22,7 +22,7 @@ from conftest import (
     weights_digest,
     write_lines,
 )
-from launching import ROOT, launch, python
+from launching import ROOT, launch, python, sharded
 from safetensors.torch import load_file
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -364,9 +364,7 @@ def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, sta
     if how == "bf16":
         launch("--mixed_precision", "bf16", RECIPE, *flags(how))
     else:
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        command = (*eager, "tests/fsdp_script.py", *flags(how, micro_batch_size=2))
-        launch(*command, processes=2, config="8xa100_fsdp2", RECIPE="chat_dpo")
+        sharded("tests/fsdp_script.py", *flags(how, micro_batch_size=2), RECIPE="chat_dpo")
     lines, expected = metrics(tmp_path / how), metrics(tmp_path / "fp32")
     # The reference is computed with the autocast of the training.
     assert lines[0]["train/margin"] == expected[0]["train/margin"] == 0

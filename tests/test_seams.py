@@ -21,7 +21,7 @@ from conftest import (
     weights_digest,
     write_lines,
 )
-from launching import launch
+from launching import launch, sharded
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -316,8 +316,7 @@ def test_an_update_does_not_depend_on_how_it_is_divided(how, chats, chat_model, 
     config = tiny_config(chats, tmp_path, **changes)
     command = ("tests/seams_script.py", *as_flags(config))
     if how == "sharded":
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        launch(*eager, *command, processes=2, config="8xa100_fsdp2", CASE="two", FSDP="1")
+        sharded(*command, CASE="two")
     else:
         launch(*command, processes=2, CASE="two")
     [line] = metrics(tmp_path)
@@ -611,7 +610,6 @@ def constant(model, batch):
 
 CANNOT_TRAIN = {
     "no loss": ({"gradients": without_loss}, "return a dict of scalars that has loss"),
-    "no dict": ({"gradients": lambda r, b: accumulate_gradients(r, b)["loss"]}, "return a dict"),
     "not reduced": ({"gradients": not_last}, "not reduced over the processes"),
     "a pair": ({"data": (1, 2)}, "data is a tuple: give a Data"),
     "no callbacks": ({"callbacks": None}, "callbacks is a NoneType"),
@@ -620,7 +618,6 @@ CANNOT_TRAIN = {
     "constant": ({"objective": constant}, "no weight of the model has a gradient"),
     "detached": ({"objective": lambda m, b: next_token_loss(m, b).detach()}, "does not depend on"),
     "not a scalar": ({"objective": lambda m, b: m(b.input_ids)[0, 0]}, "return a scalar"),
-    "on meta": ({"objective": lambda m, b: next_token_loss(m, b).to("meta")}, "scalar"),
     "no state": ({"callbacks": [type("Own", (), {"state_dict": lambda self: 3})()]}, "is a int"),
     "None": ({"callbacks": [None]}, "none of the methods"),
     "other arguments": (
@@ -636,15 +633,6 @@ def test_parts_that_cannot_train_end_the_run_before_its_second_update(case, tiny
     with refused(words):
         go(tiny(), **seams)
     assert len(losses(metrics(tmp_path))) <= 1
-
-
-def test_callbacks_may_come_from_a_generator_and_stop_without_a_reason(tiny, tmp_path):
-    class Stop:
-        def on_step_end(self, run, skipped):
-            run.request_stop("")
-
-    assert len(go(tiny("run"), callbacks=(kind() for kind in [Stop]))) == 2
-    assert_status(tmp_path / "run", state="stopped", reason="a callback", requeue=False)
 
 
 def test_a_resume_prints_the_parts_that_have_changed(tiny, tmp_path, capsys):

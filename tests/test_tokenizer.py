@@ -262,16 +262,6 @@ USABLE = {
 }
 
 
-def unigram():
-    pieces = [("<unk>", 0.0), *((letter, -5.0) for letter in "abc ,0"), (",ab", -1.0), ("ab", -2.0)]
-    backend = Tokenizer(models.Unigram([*pieces, ("ab,ab", -1.5)], 0))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-USABLE["pieces across punctuation"] = unigram(), True
-
-
 @pytest.mark.parametrize("name", USABLE)
 def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name, tmp_path):
     tokenizer, usable = USABLE[name]

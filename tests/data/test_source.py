@@ -18,7 +18,7 @@ from conftest import (
     tiny_config,
     weights_digest,
 )
-from launching import launch
+from launching import launch, sharded
 from seams_script import Drawn, T, Uneven, data_of, own_data
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -167,8 +167,7 @@ def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir
     config = tiny_config(data_dir, tmp_path / "two", micro_batch_size=2, eval_every=4)
     flags = ("tests/seams_script.py", *as_flags(config))
     if how == "FSDP2":
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        launch(*eager, *flags, processes=2, config="8xa100_fsdp2", CASE="source", FSDP="1")
+        sharded(*flags, CASE="source")
     else:
         launch(*flags, processes=2, CASE="source")
     for name in ("train/loss", "val/loss"):

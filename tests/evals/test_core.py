@@ -191,16 +191,6 @@ def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     assert {name: lines[-1][name] for name in results} == pytest.approx(results)
 
 
-def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
-    packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
-    for source in (packed, bundle):
-        assert len(read_tasks(open_bundle(source))) == 5
-    with refused("CORE bundle"):
-        open_bundle(tmp_path)
-    with refused("give its folder"):
-        open_bundle()
-
-
 def test_a_limit_keeps_the_first_shuffled_items(bundle):
     tasks = read_tasks(bundle, 5)
     assert [len(task.items) for task in tasks] == [5] * 5

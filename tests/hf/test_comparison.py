@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from conftest import read_json, reset_accelerate, run, tiny_config
-from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, from_pretrained
 from gpt2_accel.config import ARCHITECTURES
@@ -106,10 +105,3 @@ def test_the_final_model_is_compared_again(tiny, tmp_path, monkeypatch, capsys):
 def test_dropout_and_the_document_mask_are_not_differences(tiny, tmp_path):
     run(tiny(max_steps=2, dropout=0.3, document_mask=True))
     assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == "gpt2"
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3"])
-def test_a_model_trained_in_bf16_opens_in_transformers(architecture, tiny, tmp_path):
-    run(tiny(max_steps=2, architecture=architecture, dtype="bfloat16"))
-    assert saved_as(tmp_path / "checkpoint-2") == saved_as(tmp_path) == architecture
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16

@@ -10,7 +10,6 @@ from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Tokenizer,
 )
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -132,14 +131,6 @@ def test_a_config_that_our_module_does_not_cover_takes_the_class_of_transformers
 # Published Qwen3s have more rows than their tokenizer has tokens: 151,936 and 151,669.
 
 
-def qwen3_tokenizer(bpe):
-    special = ["<|im_start|>", "<|im_end|>"]
-    ends = {"eos_token": "<|endoftext|>", "additional_special_tokens": special}
-    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
-    vocab = bpe.get_vocab(with_added_tokens=False)
-    return Qwen2Tokenizer(vocab=vocab, merges=merges, model_max_length=64, **ends)
-
-
 def smollm2_tokenizer(bpe):
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -154,7 +145,7 @@ def smollm2_tokenizer(bpe):
 def more_rows(architecture, tmp_path):
     """A directory that transformers wrote: 300 rows, and a tokenizer of 280 tokens."""
     bpe = train_bpe([make_text(200, 0)], 278).backend_tokenizer
-    tokenizer = (qwen3_tokenizer if architecture == "qwen3" else smollm2_tokenizer)(bpe)
+    tokenizer = smollm2_tokenizer(bpe)
     assert len(tokenizer) == 280
     tokenizer.save_pretrained(tmp_path / "theirs")
     config = KINDS[architecture](300, 64, **SHAPE)

@@ -48,12 +48,3 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
         monkeypatch.setattr(F, "scaled_dot_product_attention", not_called)
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("changes", [{"dropout": 0.1}, {"n_head": 4}])
-def test_dropout_and_narrow_heads_keep_the_dense_mask(changes):
-    """FlexAttention would fail."""
-    model = own_shape("gpt2", **changes).build()
-    model.separator = 7
-    with kernel_choices(block_masks=True):
-        model(torch.randint(50, (2, 32)))

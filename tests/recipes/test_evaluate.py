@@ -160,11 +160,8 @@ def test_mistakes_are_refused_before_scoring(tiny, items, tmp_path, monkeypatch)
     scored = []
     scorer = "gpt2_accel.evals.likelihood.log_likelihoods"
     monkeypatch.setattr(scorer, lambda *_: scored.append(0))
-    (tmp_path / "x.jsonl").write_text('{"text": "a cat"}\n{"texts": "a cat"}\n')
     run(tiny("run", max_steps=1))
     flags = ("--model", tmp_path / "run", "--tasks", "text", "--data")
-    with refused("x.jsonl, line 2 has no field 'text'"):
-        run_recipe("evaluate", *flags, tmp_path / "x.jsonl")
     broken = from_pretrained(tmp_path / "run")
     broken.wte.weight.data[3, 1] = float("nan")
     save_pretrained(broken, tmp_path / "run")

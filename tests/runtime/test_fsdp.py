@@ -62,6 +62,7 @@ def error(gradient, exact):
     return float((distance / sum(value.square().sum() for value in exact.values())).sqrt())
 
 
+@long
 def test_loss_and_gradients_in_bf16_are_as_exact_as_with_ddp(trained):
     _, exact = trained("exact", *DDP, "--mixed_precision", "no", *EAGER)
     lines, gradient = trained("ddp", *DDP, *EAGER)

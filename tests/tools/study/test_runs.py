@@ -124,14 +124,6 @@ def test_a_lost_table_is_written_again_from_finished_runs(studied, tmp_path):
     assert "exit code" not in done.stderr  # nothing was trained
 
 
-def test_a_dry_run_prints_the_runs(studied, tmp_path):
-    _, _, write = studied
-    done = compare(write(tmp_path, seeds=2), tmp_path / "out", "--dry_run", "true")
-    assert re.search(r"^full-seed2: 1,536 tokens, [\d.e+]+ FLOPs$", done.stdout, re.MULTILINE)
-    assert len(done.stdout.splitlines()) == 4
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, tmp_path):
     """It follows from the settings that its recipe takes and the weights of `init_from`.
 
