@@ -230,6 +230,6 @@ def test_a_replaced_or_damaged_zip_file_is_noticed(bundle, tmp_path):
                 text = file.read_text().replace("Choices", label)
                 archive.writestr(str(file.relative_to(bundle)), text)
         assert read_tasks(open_bundle(path))[0].name == label
-    path.write_bytes(path.read_bytes().replace(b"choices", b"#hoices", 1))
+    path.write_bytes(path.read_bytes().replace(b'"choices"', b'"#hoices"', 1))
     with refused("b.zip/eval_data/small/.*Bad CRC-32"):
         read_tasks(open_bundle(path))

@@ -59,7 +59,7 @@ def test_a_model_that_differs_a_little_is_found(
     model = from_pretrained(trained)
     if how == "fresh":
         torch.manual_seed(0)
-        config = tiny_config("", tmp_path, architecture=architecture)
+        config = tiny_config("data", tmp_path, architecture=architecture)
         model = configured_shape(config, 257).build().bfloat16()
     before = copy.deepcopy(model.state_dict())
     if change is not None:

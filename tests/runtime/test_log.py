@@ -100,7 +100,7 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
     slowed(train_module, "accumulate_gradients", 1.0)
     slowed(run_module, "validation_loss", 50.0)
     slowed(callbacks, "save", 50.0)
-    every = {"log_every": 5, "eval_every": 3, "sample_every": 3, "save_every": 3}
+    every = {"log_every": 5, "eval_every": 2, "sample_every": 3, "save_every": 3}
     every |= {"sample_tokens": 2, "eval_tokens": 128}
     for updates in (6, 9):
         run(tiny(max_steps=updates, resume_from="latest", **every))
