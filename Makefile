@@ -39,7 +39,7 @@ test-avx2: .venv/installed-dev  ## run the tests that depend on the CPU with the
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
-	tests/kernels/test_compile.py tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
+	tests/kernels tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py tests/test_architectures.py tests/recipes/test_evaluate.py \
 	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py

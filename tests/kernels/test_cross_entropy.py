@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import kernel_choices
+from conftest import kernel_choices, long
 
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.parts import head_loss
@@ -140,14 +140,15 @@ def test_losses_without_gradients_equal_cross_entropy():
     torch.testing.assert_close(head_loss(*given), expected.sum() / (targets != -100).sum())
 
 
-def test_compiled_loss_is_equal():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long)])
+def test_compiled_loss_is_equal(backend):
     *inputs, targets = problem()
     inputs = [part.requires_grad_() for part in inputs]
 
     def total(x, weight):
         return sum(mean_loss(x, weight, targets, case) for case in (CHUNKED[0], CHUNKED[3]))
 
-    compiled = torch.compile(total, backend="inductor", fullgraph=True)(*inputs)
+    compiled = torch.compile(total, backend=backend, fullgraph=True)(*inputs)
     eager = total(*inputs)
     torch.testing.assert_close(compiled, eager)
     gradients = torch.autograd.grad(compiled, inputs)
