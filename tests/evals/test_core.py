@@ -191,20 +191,12 @@ def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     assert {name: lines[-1][name] for name in results} == pytest.approx(results)
 
 
-def test_a_limit_keeps_the_first_shuffled_items(bundle):
-    tasks = read_tasks(bundle, 5)
-    assert [len(task.items) for task in tasks] == [5] * 5
-    first = shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
-    assert tasks[3].items == [item | {"gold": 0} for item in first]
-
-
 CHOICE = {"query": "a", "choices": ["b", "c"], "gold": 0}
 # A file of the bundle, its content in JSON and the words of the message.
 WRONG = [
     ("alone.jsonl", CHOICE | {"gold": 2}, "line 1 has gold = 2: expected the index of one of the"),
     ("alone.jsonl", CHOICE | {"gold": True}, "gold = True"),
     ("alone.jsonl", CHOICE | {"choices": ["b", 1]}, "expected two strings or more"),
-    ("alone.jsonl", {"query": "a", "gold": 0}, "has no field 'choices'"),
     ("endings.jsonl", {"context": 1, "continuation": "a"}, "context = 1: expected str"),
     ("endings.jsonl", {"context": "a", "continuation": ""}, "has an empty text"),
     ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,100\n", "baseline of Choices"),

@@ -11,7 +11,7 @@ import torch
 from conftest import assert_status, metrics, read_json, run
 from torch.distributed import DistError
 
-import gpt2_accel.setup as setup_module
+import gpt2_accel.setup as building
 import gpt2_accel.train as train_module
 from gpt2_accel import callbacks
 from gpt2_accel.checkpoint.find import SILENCE, read_status
@@ -98,7 +98,7 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
 
     monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
     slowed(train_module, "accumulate_gradients", 1.0)
-    slowed(setup_module, "validation_loss", 50.0)
+    slowed(building, "validation_loss", 50.0)
     slowed(callbacks, "save", 50.0)
     every = {"log_every": 5, "eval_every": 2, "sample_every": 3, "save_every": 3}
     every |= {"sample_tokens": 2, "eval_tokens": 128}
