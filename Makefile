@@ -39,10 +39,10 @@ test-avx2: .venv/installed-dev  ## run the tests that depend on the CPU with the
 	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
-	tests/kernels/test_compile.py tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/hf/test_lora_runs.py \
+	tests/kernels tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py tests/test_architectures.py tests/recipes/test_evaluate.py \
-	tests/runtime/test_trackers.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py
+	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py
 
 test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, damaged files, bad gradients; 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)
@@ -73,7 +73,7 @@ test-gpu-code: .venv/installed-dev build/triton  ## without a GPU: bytes of a tr
 	PYTHONPATH=build/triton $(BIN)/python benchmarks/gpu_code.py
 	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/kernels/test_softmax.py
 
-test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens and its server: 20 minutes
+test-serve: .venv/installed-dev .venv/llama/installed  ## compile llama.cpp, compare its tokens: 20 minutes
 	LLAMA_PYTHON=$(CURDIR)/.venv/llama/bin/python $(BIN)/python -m pytest tests/hf/test_serving.py
 
 bench: .venv/installed-dev  ## speed and memory against other trainers, into the pages of docs/: 30 minutes on 2 cores

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -369,44 +368,6 @@ def small_disk(tmp_path):
 
 def pytest_collection_finish():
     gc.freeze()  # excludes imported objects from garbage collection, which would be slow
-
-
-def anonymous_memory() -> int:
-    """Returns this process's anonymous memory, in bytes."""
-    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
-
-
-def peak_of(action, *arguments) -> int:
-    """Returns the largest increase of this process's anonymous memory during a call, in bytes."""
-
-    def watch():
-        while not done.wait(0.002):
-            peaks.append(anonymous_memory())
-
-    done = threading.Event()
-    peaks = [anonymous_memory()]
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    result = action(*arguments)
-    peaks.append(anonymous_memory())  # includes the result
-    done.set()
-    watcher.join()
-    del result
-    return max(peaks) - peaks[0]
-
-
-@pytest.fixture
-def chromium():
-    """A Chromium. Skips the test without playwright or without a Chromium."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
-    with api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome")
-        path = next(filter(None, map(shutil.which, names)), playwright.chromium.executable_path)
-        if not os.path.exists(path):
-            pytest.skip("needs Chromium: apt-get install chromium, or playwright install chromium")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,12 @@ def launch(
     return forked(*launched(flags, environment), fails=fails)
 
 
+def sharded(script: str, *args: object, **env: str) -> subprocess.CompletedProcess:
+    """Runs a script on two processes that FSDP2 shards, in fp32 and not compiled."""
+    eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
+    return launch(*eager, script, *args, processes=2, config="8xa100_fsdp2", FSDP="1", **env)
+
+
 def ended(done: subprocess.CompletedProcess, fails: bool | None) -> subprocess.CompletedProcess:
     """Returns a process that has to succeed, or to fail; with `fails=None` either is right."""
     assert fails is None or bool(done.returncode) == fails, (

@@ -1,10 +1,8 @@
 """Training, resuming and reading runs of the other architectures."""
 
 import pytest
-import torch
 from conftest import (
     as_flags,
-    hellaswag_items,
     long,
     losses,
     metrics,
@@ -12,9 +10,8 @@ from conftest import (
     run,
     tiny_config,
     weights_digest,
-    write_lines,
 )
-from launching import launch
+from launching import sharded
 from transformers import pipeline
 
 from gpt2_accel.generation.sampling import Sampling, complete, load
@@ -60,28 +57,8 @@ def test_final_model_opens_everywhere(architecture, trained):
 
 
 @long
-def test_a_compiled_run_in_bf16_equals_an_eager_one(tiny, architecture, tmp_path, monkeypatch):
-    path = write_lines(tmp_path / "items.jsonl", hellaswag_items(9))
-    changes = {"hellaswag_every": 2, "hellaswag_data": str(path), "eval_every": 2, "max_steps": 4}
-    changes |= {"n_layer": 1, "n_positions": 64, "total_batch_size": 4 * 64, "sample_every": 4}
-    changes |= SIZES | {"architecture": architecture, "sample_tokens": 5}
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    eager = run(tiny("eager", **changes))
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = run(tiny("compiled", **changes))
-    # One graph for training, one for the validation loss, none for HellaSwag and samples.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert losses(compiled) == pytest.approx(losses(eager), abs=1e-2)
-    assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-2)
-
-
-@long
 def test_sharded_training_equals_training_on_one_process(tiny, architecture, tmp_path):
     changes = {"max_steps": 4, "total_batch_size": 8 * 32, "architecture": architecture} | SIZES
-    flags = ("--mixed_precision", "no", "--dynamo_backend", "no")
-    script = ("tests/fsdp_script.py", *as_flags(tiny("sharded", **changes)))
-    launch(*flags, *script, processes=2, config="8xa100_fsdp2")
-    sharded = losses(metrics(tmp_path / "sharded"))
-    assert sharded == pytest.approx(losses(run(tiny("one", **changes))), abs=1e-5)
+    sharded("tests/fsdp_script.py", *as_flags(tiny("sharded", **changes)))
+    alone = losses(run(tiny("one", **changes)))
+    assert losses(metrics(tmp_path / "sharded")) == pytest.approx(alone, abs=1e-5)

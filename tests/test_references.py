@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from conftest import as_flags, long, losses, metrics, run
 from launching import launch
 from transformers import (
-    GPT2LMHeadModel,
+    AutoModelForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,13 +21,14 @@ from gpt2_accel.generation.sampling import Sampling, sample_next
 from gpt2_accel.tokenizer import byte_tokenizer
 
 WARMUP, PEAK = 3, 3e-3
+ADAM = {"betas": (0.8, 0.95), "eps": 1e-5}
 
 
-def nanogpt_rate(step, updates):
+def nanogpt_rate(step, updates, warmup):
     """nanoGPT's learning rate: linear warmup, then cosine decay to a tenth."""
-    if step < WARMUP:
-        return PEAK * (step + 1) / (WARMUP + 1)
-    decayed = (step - WARMUP) / (updates - WARMUP)
+    if step < warmup:
+        return PEAK * (step + 1) / (warmup + 1)
+    decayed = (step - warmup) / (updates - warmup)
     return PEAK / 10 + 0.5 * (1 + math.cos(math.pi * decayed)) * (PEAK - PEAK / 10)
 
 
@@ -38,18 +39,20 @@ def start(tmp_path):
     return str(tmp_path / "start")
 
 
-def plain_losses(start, data_dir, sizes, updates):
-    """The losses of a plain loop around transformers, with updates of `sizes` sequences.
+def plain_losses(start, data_dir, sizes, updates, warmup=WARMUP, **options):
+    """Returns the losses of a plain loop around transformers, with updates of `sizes` sequences.
 
-    The schedule is that of `updates` updates of the largest size.
+    The schedule is that of `updates` updates of the largest size. Also returns the model.
     """
-    model = GPT2LMHeadModel.from_pretrained(start, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).train()
+    balancing = getattr(model.config, "router_aux_loss_coef", None)
+    outputs = {} if balancing is None else {"output_router_logits": True}
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-5)
+    optimizer = torch.optim.AdamW(groups, **{"betas": (0.9, 0.95)} | options)
     loader = TrainLoader(
         open_data(data_dir).split("train"), sequence_length=32, micro_batch_size=4, seed=1337
     )
@@ -58,25 +61,27 @@ def plain_losses(start, data_dir, sizes, updates):
     for size in sizes:
         total = 0.0
         for input_ids, targets, *_ in loader.update(seen, size):
-            logits = model(input_ids).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / (size / 4)
-            loss.backward()
-            total += loss.item()
+            out = model(input_ids, use_cache=False, **outputs)
+            loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+            if balancing is not None:
+                loss = loss + balancing * out.aux_loss
+            (loss / (size / 4)).backward()
+            total += loss.item() / (size / 4)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(seen / max(sizes), updates)
+            group["lr"] = nanogpt_rate(seen / max(sizes), updates, warmup)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total)
         seen += size
     assert expected[-1] < expected[0] - 0.5
-    return expected
+    return expected, model
 
 
 def test_losses_equal_a_plain_loop_around_transformers(tiny, data_dir, start):
     settings = {"max_steps": 20, "total_batch_size": 8 * 32, "beta1": 0.8, "adam_eps": 1e-5}
     config = tiny("run", init_from=start, warmup_steps=WARMUP, learning_rate=PEAK, **settings)
-    expected = plain_losses(start, data_dir, [8] * 20, 20)  # two micro-batches each
+    expected, _ = plain_losses(start, data_dir, [8] * 20, 20, **ADAM)  # two micro-batches each
     assert losses(run(config)) == pytest.approx(expected, abs=2e-5)
 
 
@@ -91,7 +96,7 @@ def test_a_batch_ramp_equals_a_plain_loop_on_any_number_of_processes(
     settings = {"max_steps": 36, "total_batch_size": 16 * 32, "beta1": 0.8, "adam_eps": 1e-5}
     settings |= {"ramp_tokens": 260 * 32, "ramp_start": 4, "warmup_steps": WARMUP}
     settings |= {"learning_rate": PEAK, "init_from": start, "micro_batch_size": 8}
-    expected = plain_losses(start, data_dir, RAMP, 36)
+    expected, _ = plain_losses(start, data_dir, RAMP, 36, **ADAM)
     flags = as_flags(tiny("two", **settings, save_every=28, keep_last=9))
     launch("tests/train_script.py", *flags, processes=2)
     assert losses(run(tiny("one", **settings))) == pytest.approx(expected, abs=2e-5)

@@ -262,16 +262,6 @@ USABLE = {
 }
 
 
-def unigram():
-    pieces = [("<unk>", 0.0), *((letter, -5.0) for letter in "abc ,0"), (",ab", -1.0), ("ab", -2.0)]
-    backend = Tokenizer(models.Unigram([*pieces, ("ab,ab", -1.5)], 0))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-USABLE["pieces across punctuation"] = unigram(), True
-
-
 @pytest.mark.parametrize("name", USABLE)
 def test_a_tokenizer_is_usable_if_text_comes_back_and_continuations_follow(name, tmp_path):
     tokenizer, usable = USABLE[name]
@@ -301,14 +291,6 @@ def test_code_in_a_tokenizer_directory_is_never_run(tmp_path, monkeypatch):
     with refused("holds no tokenizer: .*contains custom code"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizer_that_changes_when_loaded_is_saved_under_another_class(tmp_path):
-    tokenizer = train_bpe([TEXT, PROBE], 400)
-    tokenizer.backend_tokenizer.pre_tokenizer = byte_level(use_regex=False)
-    save_model(tokenizer, tmp_path / "model")
-    again = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert encode(again, [PROBE]) == encode(tokenizer, [PROBE])
 
 
 def test_a_type_of_model_with_its_own_tokenizer_keeps_the_ids_of_the_package(tmp_path, capsys):

@@ -6,7 +6,6 @@ import math
 import sys
 
 import pytest
-import torch
 from conftest import long, read_json
 from launching import ROOT, python
 
@@ -37,12 +36,8 @@ ROW = RECORD["rows"][0]
 SPEED = ROW["tokens_per_second"]
 WRONG = [
     {"machine": RECORD["machine"] | {"device": "H100 | 9"}},
-    {"machine": RECORD["machine"] | {"device": "H100\n\n# A"}},
-    {"machine": RECORD["machine"] | {"device": "<b>H100</b>"}},
     {"title": "[a](http://b)"},
-    {"rows": [ROW | {"setting": "`bf16`"}]},
     {"rows": [ROW | {"tokens_per_second": SPEED | {"median": math.nan}}]},
-    {"rows": [ROW | {"tokens_per_second": SPEED | {"high": math.inf}}]},
     {"rows": [ROW | {"memory": -1}]},
     {"expected": {name: [9.0] * 20 for name in RECORD["expected"]}},
 ]
@@ -110,15 +105,6 @@ def test_a_mistake_is_beyond_the_tolerance_of_each_precision(mistake, trajectory
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_right_run_is_within_the_tolerance(precision, trajectory, monkeypatch):
-    if precision == "fp16":  # which Accelerate does not have on a CPU
-
-        def loss(model, batch):
-            with torch.autocast("cpu", torch.float16):
-                return loop.next_token_loss(model, batch)
-
-        monkeypatch.setattr(
-            gpu_checks, "run_training", lambda config: loop.train(config, objective=loss)
-        )
-    actual = trajectory("fp32" if precision == "fp16" else precision)
-    assert difference(actual, read_json(gpu_checks.EXPECTED), precision) == ""
+def test_a_right_run_is_within_the_tolerance(precision, trajectory):
+    expected = read_json(gpu_checks.EXPECTED)
+    assert difference(trajectory(precision), expected, precision) == ""

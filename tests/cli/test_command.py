@@ -12,7 +12,7 @@ from conftest import refused
 from launching import ROOT
 
 from gpt2_accel.cli import command
-from gpt2_accel.runtime import device, recipe_command
+from gpt2_accel.runtime import device
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
@@ -32,15 +32,6 @@ def started(monkeypatch):
         return argv[1:]
 
     return start
-
-
-def test_recipes_of_one_process_run_without_a_launcher(started):
-    for name in recipe_command.IN_PROCESS:
-        recipe = str(RECIPES / f"{name.replace('-', '_')}.py")
-        assert started(name, "--x", "1") == [recipe, "--x", "1"]
-    assert started("push") == [str(RECIPES / "push_to_hub.py")]
-    assert started("import") == [str(RECIPES / "import_checkpoint.py")]
-    assert {*command.RECIPES} > {*recipe_command.IN_PROCESS}
 
 
 def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):

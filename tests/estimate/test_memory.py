@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounter
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import (
-    activation_bytes,
     fitting_batch_size,
     model_shape,
     planned_model,
@@ -22,15 +21,6 @@ from gpt2_accel.estimate.memory import (
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import OVERRIDES
 from gpt2_accel.train import next_token_loss, train
-
-SHAPE = GPTConfig(vocab_size=256, n_positions=128, n_layer=8, n_head=2, n_embd=64)
-
-
-def test_checkpointed_activations_need_less_than_half():
-    config = TrainConfig(sequence_length=128)
-    plain = activation_bytes(config, SHAPE, "no", 8)
-    config.checkpoint_activations = True
-    assert activation_bytes(config, SHAPE, "no", 8) < plain / 2
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
@@ -58,10 +48,6 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     tokens = torch.zeros(20, 8, dtype=torch.int64)
     model(tokens, tokens)
     assert counter.frame_count == compiled, "the size that fits was compiled twice"
-    for size in (10, 5, 4, 2, 1):
-        model(tokens[:size], tokens[:size])
-        assert counter.frame_count > compiled, f"{size} sequences ran uncompiled"
-        compiled = counter.frame_count
     assert all(parameter.grad is None for parameter in plain.parameters())
 
 

@@ -184,12 +184,6 @@ def test_core_equals_the_reference(accelerator, model_dir, bundle):
     assert results["core/cut_prompts"] > 0
 
 
-def test_an_interrupted_evaluation_returns_nothing(accelerator, model_dir, bundle):
-    model = from_pretrained(model_dir)
-    core = Core(bundle, load_tokenizer(model_dir), model.config)
-    assert core(accelerator, model, lambda: True) == {}
-
-
 def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     lines = run(tiny("run", core_every=2, core_data=str(bundle), max_steps=2))
     model = from_pretrained(tmp_path / "run")
@@ -197,41 +191,16 @@ def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     assert {name: lines[-1][name] for name in results} == pytest.approx(results)
 
 
-def test_a_bundle_is_a_folder_or_a_zip_file(bundle, tmp_path):
-    packed = shutil.make_archive(str(tmp_path / "eval"), "zip", bundle.parent, bundle.name)
-    for source in (packed, bundle):
-        assert len(read_tasks(open_bundle(source))) == 5
-    with refused("CORE bundle"):
-        open_bundle(tmp_path)
-    with refused("give its folder"):
-        open_bundle()
-
-
-def test_a_limit_keeps_the_first_shuffled_items(bundle):
-    tasks = read_tasks(bundle, 5)
-    assert [len(task.items) for task in tasks] == [5] * 5
-    first = shuffled(bundle / "eval_data/small/endings.jsonl")[:5]
-    assert tasks[3].items == [item | {"gold": 0} for item in first]
-
-
 CHOICE = {"query": "a", "choices": ["b", "c"], "gold": 0}
 # A file of the bundle, its content in JSON and the words of the message.
 WRONG = [
     ("alone.jsonl", CHOICE | {"gold": 2}, "line 1 has gold = 2: expected the index of one of the"),
-    ("alone.jsonl", CHOICE | {"gold": -1}, "gold = -1"),
     ("alone.jsonl", CHOICE | {"gold": True}, "gold = True"),
-    ("alone.jsonl", CHOICE | {"gold": None}, "gold = None"),
-    ("alone.jsonl", CHOICE | {"choices": ["b"]}, "expected two strings or more"),
     ("alone.jsonl", CHOICE | {"choices": ["b", 1]}, "expected two strings or more"),
-    ("alone.jsonl", CHOICE | {"choices": ["b", " "]}, "has an empty text"),
-    ("alone.jsonl", {"query": "a", "gold": 0}, "has no field 'choices'"),
-    ("pronouns.jsonl", {"context_options": ["a", "b"], "gold": 0}, "has no field 'continuation'"),
     ("endings.jsonl", {"context": 1, "continuation": "a"}, "context = 1: expected str"),
     ("endings.jsonl", {"context": "a", "continuation": ""}, "has an empty text"),
     ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,100\n", "baseline of Choices"),
-    ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,nan\n", "baseline of Choices"),
     ("eval_meta_data.csv", "Eval Task,Random baseline\n", "wrong core.yaml or eval_meta"),
-    ("core.yaml", {"icl_tasks": [{"label": "Choices"}]}, "wrong core.yaml or eval_meta"),
     ("core.yaml", "a: [", "wrong core.yaml or eval_meta"),
 ]
 
@@ -253,8 +222,6 @@ def test_a_replaced_or_damaged_zip_file_is_noticed(bundle, tmp_path):
                 text = file.read_text().replace("Choices", label)
                 archive.writestr(str(file.relative_to(bundle)), text)
         assert read_tasks(open_bundle(path))[0].name == label
-    content = path.read_bytes()
-    at = content.index(b"sat rat") if b"sat rat" in content else content.index(b"choices")
-    path.write_bytes(content[: at - 2] + b"#" + content[at - 1 :])
+    path.write_bytes(path.read_bytes().replace(b'"choices"', b'"#hoices"', 1))
     with refused("b.zip/eval_data/small/.*Bad CRC-32"):
         read_tasks(open_bundle(path))

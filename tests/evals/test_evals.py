@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.checkpoint.find import file_entry
-from gpt2_accel.data.loader import EvalLoader, TrainLoader
+from gpt2_accel.data.loader import EvalLoader
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.source import open_data
 from gpt2_accel.evals.hellaswag import HellaSwag
@@ -94,7 +94,7 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
     assert len({tuple(hits) for hits in right.values()}) > 1
 
 
-@pytest.mark.parametrize("stride", [None, 1, 7, 64])
+@pytest.mark.parametrize("stride", [None, 7])
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
@@ -124,9 +124,7 @@ def test_without_end_of_text_the_first_token_is_context_only(accelerator):
     assert 0.8 < task(accelerator, GPT(shape))["text/loss"] < 1.4
 
 
-def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_windows(
-    accelerator, models, data_dir
-):
+def test_the_validation_loss_has_a_standard_error_over_windows(accelerator, models, data_dir):
     model, hf = models
     loader = EvalLoader(
         open_data(data_dir).split("val"), sequence_length=32, batch_size=4, max_tokens=320
@@ -134,19 +132,14 @@ def test_validation_loss_is_the_mean_over_tokens_and_has_a_standard_error_over_w
     results = validation_loss(accelerator, model, loader=loader)
     losses = []
     for input_ids, targets, *_ in loader:
-        with torch.no_grad():
-            logits = hf(input_ids).logits
+        logits = hf(input_ids).logits.detach()
         loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-        losses += [x.mean().item() for x, t in zip(loss, targets, strict=True) if (t != -100).any()]
+        losses += [x.mean() for x, t in zip(loss, targets, strict=True) if (t != -100).any()]
+    losses = torch.stack(losses)
     assert len(losses) == 10
-    mean = torch.tensor(losses).mean().item()
-    spread = torch.tensor(losses).std().item()
-    assert results["val/loss"] == pytest.approx(mean, abs=1e-4)
-    assert results["val/perplexity"] == math.exp(results["val/loss"])
-    assert results["val/bits_per_byte"] == pytest.approx(
-        results["val/loss"] / math.log(2), rel=0.02
-    )
-    assert results["val/loss_stderr"] == pytest.approx(spread / math.sqrt(10), rel=1e-3)
+    assert results["val/loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
+    expected = losses.std().item() / math.sqrt(10)
+    assert results["val/loss_stderr"] == pytest.approx(expected, rel=1e-3)
     assert validation_loss(accelerator, model, lambda: True, loader=loader) == {}
 
 
@@ -281,14 +274,3 @@ def test_a_text_is_read_in_windows_that_begin_with_bos(begun, tmp_path):
         windows.append(([bos, *ids[max(0, end - POSITIONS) : end]], end - start))
     assert len(windows) > 1
     assert entry["results"]["text/loss"] == pytest.approx(window_loss(begun, windows), abs=1e-5)
-
-
-def test_bos_changes_no_target_and_not_the_order(begun):
-    settings = {"sequence_length": 32, "micro_batch_size": 2, "seed": 1}
-    parts = open_data(begun / "data").split("train")
-    plain = list(TrainLoader(parts, **settings).update(3, 4))
-    begins = list(TrainLoader(parts, **settings, bos=[0]).update(3, 4))
-    for (inputs, targets, *_), (others, same, *_) in zip(plain, begins, strict=True):
-        assert torch.equal(targets, same)
-        assert torch.equal(inputs[:, 1:], others[:, 1:])
-        assert not others[:, 0].any()

@@ -26,11 +26,8 @@ from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.config import TrainConfig
-from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
-from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.hf.hub import stage
-from gpt2_accel.hf.lora import add_lora, base_digests, base_of, opening_lines, write_adapter
+from gpt2_accel.generation.sampling import load
+from gpt2_accel.hf.lora import base_digests, base_of
 
 peft = pytest.importorskip("peft")
 
@@ -146,26 +143,6 @@ def test_an_adapter_without_new_tokens_opens_as_it_is(stopped, start):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
 
 
-def test_a_run_of_0_5_whose_padding_has_a_row_goes_on(start, tmp_path, monkeypatch):
-    base = padded_by_its_end(start / "base", tmp_path / "base")
-
-    def before(name):
-        tokenizer = chat_tokenizer(name)
-        tokenizer.add_tokens(["<|pad|>"], special_tokens=True)
-        tokenizer.pad_token = "<|pad|>"
-        return tokenizer
-
-    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}"]
-    given += flags(tmp_path / "run", sequence_length=64, save_every=2)
-    with monkeypatch.context() as patch:
-        patch.setattr("gpt2_accel.hf.chat_template.chat_tokenizer", before)
-        run_recipe("chat_sft", *given, "--max_steps=2")
-    run_recipe("chat_sft", *given, "--max_steps=4")
-    assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 4
-    assert read_json(tmp_path / "run/config.json")["vocab_size"] == 261
-    assert len(list((tmp_path / "run").glob("data-*"))) == 1
-
-
 def test_a_resume_is_exact(chat_run, start, tmp_path):
     given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
     resumed = flags(tmp_path / "run", resume_from=chat_run / "checkpoint-6")
@@ -179,15 +156,6 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
     other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
     with refused("lora 8 -> 4"):
         run_recipe("chat_sft", *given, *other)
-
-
-def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
-    model, tokenizer = load(chat_run / "checkpoint-12")
-    [answer] = complete(model, tokenizer, [user_turn("Who 0?")], Sampling(max_new_tokens=5))
-    assert answer.ids
-    stage(chat_run / "checkpoint-12", tmp_path / "staged", "user/name")
-    assert (tmp_path / "staged" / ADAPTER).is_file()
-    assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
 
 
 def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):
@@ -241,22 +209,14 @@ def test_another_base_under_an_adapter_is_refused(chat_run, start, tmp_path, mon
     assert "base may be another model" in capsys.readouterr().err
 
 
-def renamed(tensors):
-    name = min(tensors)
-    tensors[name.replace("lora_A", "lora_X")] = tensors.pop(name)
-
-
 DAMAGE = {
     "missing": (lambda tensors: tensors.pop(min(tensors)), "is missing"),
-    "renamed": (renamed, "is missing"),
     "unknown": (lambda tensors: tensors.update(x=torch.ones(1)), "x is missing, or not part"),
     "misshapen": (lambda tensors: tensors.update({min(tensors): torch.ones(1)}), "peft cannot"),
     "type": ({"peft_type": "IA3", "feedforward_modules": []}, "is missing"),
-    "unknown type": ({"peft_type": "x"}, "peft cannot open"),
     "rank": ({"r": 4}, "peft cannot open"),
     "no base": ({"base_model_name_or_path": None}, "names no base model"),
     "no JSON": ("{", "is not valid"),
-    "a list": ("[1]", "must hold"),
     "cut": (100, "damaged"),
     "no weights": (0, "is missing"),
 }
@@ -291,12 +251,15 @@ def test_an_adapter_names_the_commit_of_a_base_on_the_hub(start, tmp_path, tiny,
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
     run(tiny("run", init_from="user/name", lora=2, max_steps=1))
     assert base_of(tmp_path / "run/adapter") == f"user/name@{commit}"
+    assert (
+        f"from_pretrained('user/name', revision='{commit}')"
+        in (tmp_path / "run/adapter/README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "changes"),
     [
-        ("phi3", "float32", {}),
         ("mixtral", "float32", {}),
         ("smollm3", "bfloat16", {"tie_word_embeddings": False}),
     ],
@@ -326,22 +289,11 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     assert (logits(final) - before).abs().max() > 1e-3
 
 
-def test_an_adapter_names_the_revision_of_its_base(tmp_path):
-    model = from_pretrained(save_family("smollm3", tmp_path / "start"))
-    add_lora(model, TrainConfig(lora=4), (), "user/name@abc")
-    write_adapter(model, tmp_path / "adapter")
-    config = read_json(tmp_path / "adapter/adapter_config.json")
-    assert config["base_model_name_or_path"] == "user/name"
-    assert config["revision"] == "abc"
-    assert base_of(tmp_path / "adapter") == "user/name@abc"
-    assert "from_pretrained('user/name', revision='abc')" in opening_lines(model)
-
-
 def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
     changes = {"tie_word_embeddings": False, "max_position_embeddings": 128}
     base = save_family("smollm3", tmp_path / "base", **changes)
     given = [f"--model={base}", f"--data={start / 'rows.jsonl'}"]
-    run_recipe("chat_sft", *given, *flags(tmp_path / "run", sequence_length=64))
+    run_recipe("chat_sft", *given, *flags(tmp_path / "run", sequence_length=64, max_steps=4))
     saved = load_file(tmp_path / "run/adapter" / ADAPTER)
     rows = {name: tensor for name, tensor in saved.items() if "trainable_tokens" in name}
     assert {tensor.shape for tensor in rows.values()} == {(2, 32)}
@@ -369,21 +321,15 @@ def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_pat
 
 
 @long
-@pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 @pytest.mark.parametrize(
     ("script", "launch_config"), [("train_script", "8xa100"), ("fsdp_script", "8xa100_fsdp2")]
 )
 def test_an_adapter_trains_on_two_processes_as_on_one(
-    kind, script, launch_config, start, chat_run, data_dir, tmp_path
+    script, launch_config, start, chat_run, tmp_path
 ):
     """With DDP and FSDP2 the adapter is that of one process, and a resume is exact."""
-    if kind == "gpt2":
-        base = start / "base"
-        data = next(chat_run.glob("data-*"))
-    else:
-        base = save_family(kind, tmp_path / "base")
-        data = data_dir
-    given = {"init_from": base, "data_dir": data, "sequence_length": 64, "lora_dropout": 0.0}
+    given = {"init_from": start / "base", "data_dir": next(chat_run.glob("data-*"))}
+    given |= {"sequence_length": 64, "lora_dropout": 0.0}
     given |= {"sample_every": 0, "micro_batch_size": 2, "warmup_steps": 2}
 
     def trained(name, processes, script, config, **changes):

@@ -1,4 +1,4 @@
-"""The servers of docs/hub.md answer its request with the model's own greedy tokens.
+"""llama.cpp reads a model as docs/hub.md converts it, and gives its tokens.
 
 `make test-serve` compiles llama.cpp beside its source, and names its Python in LLAMA_PYTHON.
 """
@@ -6,17 +6,13 @@
 import json
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 from conftest import WORDS, randomized, run, tiny_config
-from launching import ROOT, Started, free_port, wait_for
+from launching import ROOT
 from test_llama_directories import smollm2_tokenizer
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
@@ -25,7 +21,6 @@ from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.tokenizer import encode, train_bpe
 
 LLAMA = os.environ.get("LLAMA_PYTHON")
-COMMAND = Path(sys.executable).with_name("transformers")
 PROMPT = "the cat sat"
 NASTY = (
     "I'll he'LL don't\n\n\t x=1234567;  日本語 ☃️🦙👩‍👧 café naïve \u00a0\u3000\u200b ½²٣ …—"
@@ -56,61 +51,6 @@ def trained_as(architecture, trained, path):
         prepare(texts, smollm2_tokenizer(bpe), data, source="made up")
     run(tiny_config(data, path, **SERVED, architecture=architecture, n_head=4))
     return path
-
-
-def request():
-    """Returns the body of the request in docs/hub.md."""
-    text = (ROOT / "docs/hub.md").read_text()
-    [command] = re.findall(r"^curl .*/v1/completions .*$", text, re.MULTILINE)
-    words = shlex.split(command)
-    return json.loads(words[words.index("-d") + 1])
-
-
-def greedy(directory, new_tokens):
-    model, tokenizer = load(directory)
-    [sample] = complete(
-        model, tokenizer, [PROMPT], Sampling(max_new_tokens=new_tokens, temperature=0)
-    )
-    return sample.text
-
-
-def streamed(url, **settings):
-    """Sends the request and returns the pieces of text, as they came."""
-    body = request() | {"prompt": PROMPT, "max_tokens": 24, "temperature": 0} | settings
-    assert body["stream"] is True
-    headers = {"Content-Type": "application/json"}
-    asked = Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    pieces = []
-    with urlopen(asked, timeout=60) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                pieces += [choice["text"] for choice in json.loads(line[6:])["choices"]]
-    return [piece for piece in pieces if piece]
-
-
-def answers(url, server):
-    """Returns whether a server answers at `url`; it must not have ended."""
-    assert server.poll() is None
-    with suppress(OSError):
-        urlopen(url, timeout=5).close()
-        return True
-
-
-@needs_llama_cpp  # starts slowly
-def test_transformers_serve_streams_a_completion(trained, tmp_path):
-    pytest.importorskip("openai", reason="needs the extra: pip install 'transformers[serving]'")
-    port = free_port()
-    log = tmp_path / "log"
-    server = Started(COMMAND, "serve", trained, "--port", port, "--device", "cpu", log=log)
-    try:
-        url = f"http://localhost:{port}"
-        wait_for(lambda: answers(f"{url}/health", server), 120)
-        pieces = streamed(url)
-        assert len(pieces) > 3
-        assert "".join(pieces) == greedy(trained, 24)
-    finally:
-        server.send_signal(signal.SIGKILL)
-        server.wait()
 
 
 def convert(directory, path, splitting="gpt-2"):
@@ -174,24 +114,3 @@ def test_llama_cpp_gives_the_same_tokens(kind, trained, tmp_path, request):
     if kind in ("own", "qwen3", "llama"):
         [sample] = complete(model, tokenizer, [PROMPT], Sampling(max_new_tokens=30, temperature=0))
         assert actual["new"] == sample.ids
-
-
-@needs_llama_cpp
-def test_the_server_of_llama_cpp_streams_a_completion(trained, tmp_path):
-    convert(trained, tmp_path / "quickstart.gguf")
-    port = free_port()
-    log = tmp_path / "log"
-    flags = ("--model", tmp_path / "quickstart.gguf", "--n_ctx", "64", "--port", port)
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [LLAMA, "-m", "llama_cpp.server", *flags], stdout=output, stderr=output
-        )
-    try:
-        url = f"http://localhost:{port}"
-        wait_for(lambda: answers(f"{url}/v1/models", server), 120)
-        pieces = streamed(url, repeat_penalty=1.0)
-        assert len(pieces) > 3
-        assert "".join(pieces) == greedy(trained, 24)
-    finally:
-        server.kill()
-        server.wait()

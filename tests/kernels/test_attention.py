@@ -1,20 +1,13 @@
 """Attention: the kernels of torch by device, and block masks, which equal the dense mask."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import kernel_choices
 from families import own_shape
-from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.kernels import attention as module
-from gpt2_accel.kernels.attention import takes_groups
 from gpt2_accel.models.parts import attend
-from gpt2_accel.runtime.device import OVERRIDES, attention_order
 
 
 @pytest.mark.parametrize("T, short", [(32, True), (128, True), (129, False)])
@@ -28,51 +21,6 @@ def test_short_attention_in_bf16_on_a_cpu_is_computed_in_fp32(T, short):
     assert torch.equal(actual, in_fp32) == short
     exact = attend(q.double(), k.double(), v.double(), None)
     assert (actual - exact).norm() < 1e-2 * exact.norm()
-
-
-@pytest.mark.parametrize("length", [128, 100])
-def test_causal_attention_of_the_model_prefers_the_kernels_of_the_device(length, monkeypatch):
-    """cuDNN is left out for lengths that are not a multiple of 128, and with a mask."""
-    order = ("CUDNN_ATTENTION", "MATH", "FLASH_ATTENTION")
-    model = GPT(GPTConfig(50, n_positions=128, n_layer=1, n_head=2, n_embd=32)).eval()
-    tokens = torch.randint(50, (2, length))
-    before = _cur_sdpa_kernel_backends(with_priority=True)
-    seen = []
-    plain = F.scaled_dot_product_attention
-
-    def spied(*args, **kwargs):
-        seen.append([kind.name for kind in _cur_sdpa_kernel_backends(with_priority=True)])
-        return plain(*args, **kwargs)
-
-    torch._dynamo.reset()
-    with torch.no_grad(), kernel_choices(sdpa_order=order):
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
-        monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
-        torch.testing.assert_close(model(tokens), compiled)
-        mask = torch.ones(length, length, dtype=torch.bool).tril()
-        model(tokens, attention_mask=mask[None, None])
-    assert seen[0] == [name for name in order if length == 128 or "CUDNN" not in name]
-    assert seen[1] == ["MATH", "FLASH_ATTENTION"]
-    assert _cur_sdpa_kernel_backends(with_priority=True) == before
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "masked", "groups"),
-    [
-        ((9, 0), torch.bfloat16, False, True),
-        ((9, 0), torch.bfloat16, True, False),
-        ((9, 0), torch.float32, False, False),
-        ((7, 5), torch.float16, False, False),
-    ],
-)
-def test_keys_are_repeated_where_fused_kernels_do_not_take_groups(
-    capability, dtype, masked, groups, monkeypatch
-):
-    """Torch's plain attention, which it takes otherwise, keeps all scores in memory."""
-    monkeypatch.setenv(OVERRIDES, json.dumps({"compute_capability": capability}))
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
-    with kernel_choices(sdpa_order=attention_order(torch.device("cuda"), False)):
-        assert takes_groups(q, torch.ones(1) if masked else None) == groups
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -100,12 +48,3 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
         monkeypatch.setattr(F, "scaled_dot_product_attention", not_called)
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("changes", [{"dropout": 0.1}, {"n_head": 4}])
-def test_dropout_and_narrow_heads_keep_the_dense_mask(changes):
-    """FlexAttention would fail."""
-    model = own_shape("gpt2", **changes).build()
-    model.separator = 7
-    with kernel_choices(block_masks=True):
-        model(torch.randint(50, (2, 32)))

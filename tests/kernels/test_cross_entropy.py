@@ -1,13 +1,11 @@
 """Chunked cross-entropy: values and gradients equal the plain loss."""
 
-from itertools import accumulate
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import kernel_choices
-from torch.profiler import profile
+from conftest import kernel_choices, long
 
 from gpt2_accel.kernels import cross_entropy
 from gpt2_accel.models.parts import head_loss
@@ -142,29 +140,15 @@ def test_losses_without_gradients_equal_cross_entropy():
     torch.testing.assert_close(head_loss(*given), expected.sum() / (targets != -100).sum())
 
 
-@pytest.mark.parametrize("case", CHUNKED)
-def test_peak_memory_is_far_below_all_logits(case, monkeypatch):
-    N, V = 512, 2048
-    monkeypatch.setattr(cross_entropy, "LOGITS_AT_ONCE", 32 * V)
-    x = torch.randn(N, C)
-    weight = torch.randn(V, C)
-    targets = torch.randint(VOCAB, (N,))
-    with profile(profile_memory=True) as profiled:
-        ours(x, weight, targets, case)
-    events = profiled.profiler.kineto_results.events()
-    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    all_logits = N * V * 4  # bytes
-    assert peak < all_logits / (3 if case.soft_cap is None else 2)
-
-
-def test_compiled_loss_is_equal():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long)])
+def test_compiled_loss_is_equal(backend):
     *inputs, targets = problem()
     inputs = [part.requires_grad_() for part in inputs]
 
     def total(x, weight):
         return sum(mean_loss(x, weight, targets, case) for case in (CHUNKED[0], CHUNKED[3]))
 
-    compiled = torch.compile(total, backend="inductor", fullgraph=True)(*inputs)
+    compiled = torch.compile(total, backend=backend, fullgraph=True)(*inputs)
     eager = total(*inputs)
     torch.testing.assert_close(compiled, eager)
     gradients = torch.autograd.grad(compiled, inputs)

@@ -10,8 +10,6 @@ from torch._functorch import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpt2_accel.config import ARCHITECTURES
-from gpt2_accel.evals.likelihood import Row, token_scores
-from gpt2_accel.kernels.cross_entropy import chunked_cross_entropy
 
 OTHER = torch.device("meta")  # stands for a GPU: a build for CPUs cannot index fake CUDA tensors
 
@@ -56,27 +54,3 @@ def without(q, k, v, block_mask, enable_gqa):
     assert block_mask.kv_num_blocks.device == OTHER
     assert block_mask.shape == (4, 1, 256, 256)
     return torch.empty_like(q)
-
-
-@pytest.mark.parametrize("soft_cap", [None, 15.0])
-@pytest.mark.parametrize(("rows", "dtype"), [(1334, torch.float16), (4000, torch.bfloat16)])
-def test_the_chunked_loss_stays_on_its_device(rows, dtype, soft_cap):
-    x = torch.zeros(4000, 32, dtype=dtype, device=OTHER)
-    weight = torch.zeros(50304, 32, device=OTHER)
-    targets = torch.zeros(4000, dtype=torch.int64, device=OTHER)
-    sums, grad_x, grad_w = chunked_cross_entropy._init_fn(
-        x, weight, targets, 50257, rows, False, soft_cap
-    )
-    assert {part.device for part in (sums, grad_x, grad_w)} == {OTHER}
-    added_up = torch.float32 if rows < len(x) else dtype
-    assert [part.dtype for part in (sums, grad_x, grad_w)] == [torch.float32, dtype, added_up]
-    assert grad_x.shape == x.shape
-    assert grad_w.shape == weight.shape
-
-
-def test_scores_stay_on_their_device():
-    model = build("gpt2").eval()
-    rows = [Row([1, 2, 3, 4], 3), Row([1, 2, 3, 5, 6], 3), Row([1, 2, 3], 1)]
-    for batch in (rows, rows[1:2]):  # only the first is padded
-        for greedy in (False, True):
-            assert token_scores(model, batch, greedy).device == OTHER

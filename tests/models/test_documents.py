@@ -70,15 +70,3 @@ def test_transformers_has_the_same_logits(model, batch, tmp_path):
         theirs = reference(input_ids, position_ids=positions, use_cache=False).logits
         ours = model(input_ids, documents=documents)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model", ["gpt2"], indirect=True)
-def test_a_separator_keeps_running_positions(model, batch):
-    input_ids = batch[0]
-    model.separator = 7
-    documents = (input_ids == 7).cumsum(dim=1)
-    mask = model.document_mask(documents)
-    with torch.no_grad():
-        logits = model(input_ids)
-        model.separator = None
-        assert torch.equal(logits, model(input_ids, attention_mask=mask))

@@ -5,14 +5,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import refused
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel.evals.likelihood import Row, token_scores
-from gpt2_accel.hf.convert import hf_config, read_config
+from gpt2_accel.hf.convert import hf_config
 from gpt2_accel.hf.tensors import from_hf
 from gpt2_accel.kernels import cross_entropy
-from gpt2_accel.models import check_loaded
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -32,21 +29,19 @@ def tiny(kind, **changes):
     return kind(**{"vocab_size": 100, "n_positions": 64} | sizes | changes)
 
 
-def pair(config, dtype=torch.float32):
+def pair(config):
     """Returns HF's model with random weights, and the same model of this package."""
     theirs = hf_config(config, {"bos_token_id": None, "eos_token_id": None})
-    reference = AutoModelForCausalLM.from_config(theirs).to(dtype)
+    reference = AutoModelForCausalLM.from_config(theirs).float()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
         if isinstance(config, NanochatConfig):  # logits near the cap of 15
             reference.get_output_embeddings().weight.mul_(10)
-    model = from_hf(reference.float().state_dict().items(), config, "the reference")
-    return reference.to(dtype), model.to(dtype)
+    return reference, from_hf(reference.state_dict().items(), config, "the reference")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_and_gradients_equal_those_of_transformers(kind, dtype):
+def test_logits_and_gradients_equal_those_of_transformers(kind):
     draw = random.Random(0)
     for _ in range(8):
         kv_heads, groups = draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
@@ -63,7 +58,7 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, dtype):
             norm_eps=draw.choice([1e-6, 1e-5, 1e-3]),
             tied=draw.random() < 0.5,
         )
-        reference, model = pair(config, dtype)
+        reference, model = pair(config)
         assert sum(p.numel() for p in reference.parameters()) == config.parameter_count
         input_ids = torch.randint(config.vocab_size, (2, draw.choice([2, 33, 64])))
         targets = input_ids.roll(-1, dims=1)
@@ -82,32 +77,8 @@ def test_logits_and_gradients_equal_those_of_transformers(kind, dtype):
             assert not padding.any()
 
 
-@torch.no_grad()
-def test_scores_are_those_of_the_logits_of_transformers(kind):
-    reference, model = pair(tiny(kind))
-    input_ids = torch.randint(100, (1, 20))
-    logits = reference(input_ids).logits[0]
-    [scores] = token_scores(model, [Row(input_ids[0].tolist(), 10)])
-    expected = F.cross_entropy(logits[9:-1], input_ids[0, 10:], reduction="none")
-    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_nanochat_without_a_soft_cap_equals_transformers(tmp_path):
-    reference, model = pair(tiny(NanochatConfig, soft_cap=None))
-    input_ids = torch.randint(100, (2, 48))
-    torch.testing.assert_close(model(input_ids), reference(input_ids).logits, rtol=0, atol=1e-3)
-    reference.config.save_pretrained(tmp_path)
-    assert read_config(tmp_path) == tiny(NanochatConfig, soft_cap=None)
-    with refused("soft_cap"):
-        tiny(NanochatConfig, soft_cap=0.0)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(
-    kind, tied, monkeypatch
-):
-    _, model = pair(tiny(kind, tied=tied))
+def test_the_chunked_loss_and_recomputed_activations_give_the_same_gradients(kind, monkeypatch):
+    _, model = pair(tiny(kind))
     input_ids = torch.randint(100, (2, 33))
     unchunked = model(input_ids, input_ids)
     unchunked.backward()
@@ -165,17 +136,3 @@ def test_shapes_follow_from_depth_and_from_single_settings(kind, of_two_heads, o
     assert shape.n_embd == 768
     assert shape.n_head * shape.head_dim == 768
     assert (shape.n_kv_head, shape.n_inner) == of_depth_12
-
-
-def test_a_depth_that_the_loaded_model_does_not_have_is_refused(kind):
-    settings = Settings()
-    settings.init_from = "mine"
-    settings.architecture = kind.architecture
-    settings.depth = 2
-    check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))
-    with refused("n_layer 3, not .*: leave out --architecture"):
-        check_loaded(settings, tiny(kind, n_layer=3, n_embd=128))
-    settings.depth = None
-    settings.n_embd = 96  # given beside --init_from
-    with refused("n_embd 128, not 96"):
-        check_loaded(settings, tiny(kind, n_layer=2, n_embd=128))

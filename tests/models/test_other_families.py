@@ -14,39 +14,21 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.checkpoint.find import read_state
-from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
 from gpt2_accel.tokenizer import byte_tokenizer
 
-DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "d_model": 32}
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
 
 
-@pytest.mark.parametrize("kind", ["olmo2", "gemma3_text"])
-def test_weights_in_bf16_compute_what_the_class_computes(kind, tmp_path):
+def test_weights_in_bf16_compute_what_the_class_computes(tmp_path):
     """The class keeps its rotary frequencies in fp32."""
-    start = save_family(kind, tmp_path / "start", max_position_embeddings=1024)
+    start = save_family("gemma3_text", tmp_path / "start", max_position_embeddings=1024)
     ids = torch.randint(257, (1, 1000))
     expected = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)(ids).logits
     loaded = from_pretrained(start)
     convert_parameters(loaded, torch.bfloat16)
     assert torch.equal(loaded(ids), expected)
-
-
-def test_rows_of_several_lengths_equal_each_alone_where_the_class_counts_positions(tmp_path):
-    save_family("bart", tmp_path, is_decoder=True, is_encoder_decoder=False, **DECODER)
-    model = from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        for weight in model.parameters():  # else its samples repeat one token
-            weight.add_(torch.randn_like(weight) / 10)
-    prompts = [[5, 9, 33, 7, 200, 1, 2], [99, 4], [250]]
-    rows = zip(*tokens(model, prompts, Sampling(max_new_tokens=12, temperature=0)), strict=True)
-    for prompt, row in zip(prompts, rows, strict=True):
-        expected = list(prompt)
-        for _ in row:
-            expected.append(model(torch.tensor([expected]))[0, -1].argmax().item())
-        assert expected[len(prompt) :] == list(row)
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -76,7 +58,6 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     ("given", "left", "dropped"),
     [
         ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}, "temperature, top_p in"),
-        ({"do_sample": True, "temperature": 0.9}, {"temperature": 0.9}, ""),
         ({"_from_model_config": True, "top_k": 50, "do_sample": True}, {"top_k": 50}, ""),
         (
             {"pad_token_id": -1, "num_beams": 1, "early_stopping": True},

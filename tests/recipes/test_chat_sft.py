@@ -81,7 +81,6 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
         (11, 2, False, (2, 120, 12, 6)),
         (2057, 1, False, (4, 1545, 154, 172)),
         (200_000, 8, False, (128, 4689, 469, 224)),
-        (11, 2, True, (2, 60, 6, 6)),
         (40, 1, True, (1, 120, 12, 40)),
         (2057, 1, True, (4, 1545, 154, 172)),
     ],

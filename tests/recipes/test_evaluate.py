@@ -1,6 +1,5 @@
 """Runs recipes/evaluate.py as a user does."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -18,14 +17,11 @@ from conftest import (
     refused,
     run,
     run_recipe,
-    status,
     write_lines,
 )
 from launching import launch
-from transformers import GPT2LMHeadModel
 
-from gpt2_accel import GPTConfig, from_pretrained, save_pretrained
-from gpt2_accel.evals import validation
+from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -92,20 +88,6 @@ def test_a_run_is_evaluated_on_its_own_data_where_that_is_there(model, tmp_path,
     for models in ([moved], [model, moved]):
         with refused("give --data hellaswag=FILE"):
             run_recipe("evaluate", "--model", *models)
-
-
-def test_several_models_are_rows_of_one_table(data_dir, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("small", "large")]
-    for number, folder in enumerate(folders, 1):
-        shape = GPTConfig(257, n_positions=64, n_layer=number, n_head=1, n_embd=8 * number)
-        save_pretrained(shape.build(), folder, byte_tokenizer())
-    run_recipe("evaluate", "--model", *folders, "--data_dir", data_dir, "--eval_tokens", 640)
-    rows = capsys.readouterr().out.split("\n\n")[-1].strip().splitlines()[2:]
-    for folder, row in zip(folders, rows, strict=True):
-        [entry] = read_json(folder / "evaluation.json").values()
-        parameters = GPT2LMHeadModel.from_pretrained(folder).num_parameters()
-        for cell in (folder, f"{parameters:,}", f"{entry['results']['val/loss']:.4f} ± "):
-            assert f"| {cell}" in row
 
 
 def test_evaluations_are_merged_by_weights(model, items, tmp_path):
@@ -178,49 +160,11 @@ def test_mistakes_are_refused_before_scoring(tiny, items, tmp_path, monkeypatch)
     scored = []
     scorer = "gpt2_accel.evals.likelihood.log_likelihoods"
     monkeypatch.setattr(scorer, lambda *_: scored.append(0))
-    (tmp_path / "x.jsonl").write_text('{"text": "a cat"}\n{"texts": "a cat"}\n')
     run(tiny("run", max_steps=1))
     flags = ("--model", tmp_path / "run", "--tasks", "text", "--data")
-    with refused("x.jsonl, line 2 has no field 'text'"):
-        run_recipe("evaluate", *flags, tmp_path / "x.jsonl")
     broken = from_pretrained(tmp_path / "run")
     broken.wte.weight.data[3, 1] = float("nan")
     save_pretrained(broken, tmp_path / "run")
     with refused("transformer.wte.weight of .*run holds NaN"):
         run_recipe("evaluate", *flags, items / "text.txt")
     assert scored == []
-
-
-def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path, monkeypatch):
-    """A run that trains meanwhile removes its older checkpoints."""
-    run(tiny("run", max_steps=4, save_every=2))
-    changed = status(tmp_path / "run") | {"state": "running"}
-    (tmp_path / "run/status.json").write_text(json.dumps(changed))
-    honest = validation.EvalLoader
-
-    def removing(*args, **options):
-        shutil.rmtree(tmp_path / "run/checkpoint-4", ignore_errors=True)
-        return honest(*args, **options)
-
-    monkeypatch.setattr(validation, "EvalLoader", removing)
-    run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
-    [entry] = read_json(tmp_path / "run/evaluation.json").values()
-    assert entry["step"] == 4
-    assert len(entry["weights"]) == 64
-
-
-def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
-    """Another rank, which would find a newer one, evaluates the one that it is told."""
-    run(tiny("run", max_steps=4, save_every=2))
-    (tmp_path / "run/config.json").unlink()  # a running training has no model there
-
-    def told(function):
-        newest_here = function()
-        newest = tmp_path / "run/checkpoint-4"
-        return newest.with_name("checkpoint-2") if newest_here == newest else newest_here
-
-    monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
-    flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
-    run_recipe("evaluate", "--model", tmp_path / "run", *flags)
-    [entry] = read_json(tmp_path / "out.json").values()
-    assert entry["step"] == 2

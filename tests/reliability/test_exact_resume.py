@@ -22,7 +22,6 @@ MORE = [
     (1, 1, "bf16", "no", "muon", "warmup"),
     (2, 2, "no", "no", "muon", "warmup"),
     (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
-    (2, 1, "no", "no", "adamw", "across epochs"),
     (1, 2, "bf16", "inductor", "muon", "mid-epoch"),
     (2, 1, "bf16", "inductor", "adamw", "warmup"),
 ]

@@ -164,6 +164,7 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
     assert weights_digest(disk / "run") == weights_digest(tmp_path / "whole")
 
 
+@long
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
     disk = small_disk(4)
     left = 0

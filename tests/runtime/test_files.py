@@ -5,14 +5,13 @@ import io
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_json, refused, run
+from conftest import refused, run
 from safetensors.torch import save_file
 
 from gpt2_accel.runtime.files import (
@@ -28,25 +27,6 @@ from gpt2_accel.runtime.files import (
     write_file,
 )
 
-WRITE = """
-import sys
-from gpt2_accel.runtime.files import write_json
-for number in range(300):
-    write_json(sys.argv[1], [number] * 100)
-"""
-
-
-def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
-    path = tmp_path / "status.json"
-    command = [sys.executable, "-c", WRITE, str(path)]
-    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    while any(writer.poll() is None for writer in writers):
-        if path.exists():
-            assert len(set(read_json(path))) == 1
-        time.sleep(0.005)
-    assert [writer.communicate()[1] for writer in writers] == ["", ""]
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-
 
 def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     ended = subprocess.Popen(["true"])
@@ -59,24 +39,6 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     theirs.mkdir()
     remove_leftovers(tmp_path)
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
-
-
-def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint-4"
-    rename = Path.rename
-    with atomic_directory(path) as folder:
-        (folder / "a.txt").write_text("old")
-
-    def no_space(self, target):
-        if (self / "a.txt").read_text() == "new":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", no_space)
-    with refused("No space"), atomic_directory(path, replace=True) as folder:
-        (folder / "a.txt").write_text("new")
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
-    assert (path / "a.txt").read_text() == "old"
 
 
 def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):

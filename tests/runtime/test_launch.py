@@ -10,6 +10,7 @@ import torch
 import yaml
 from conftest import (
     assert_status,
+    long,
     losses,
     make_text,
     metrics,
@@ -48,27 +49,25 @@ def test_the_launcher_passes_every_configs_settings_to_the_processes(path):
     _, environments = launched(["--config_file", str(path), "script.py"], dict(os.environ))
     assert len(environments) == config["num_processes"]
     compiled = config.get("dynamo_config", {})
-    regional = str(compiled.get("dynamo_use_regional_compilation", False))
-    for environment in environments:
-        assert environment["ACCELERATE_MIXED_PRECISION"] == config["mixed_precision"]
-        assert environment["ACCELERATE_DYNAMO_BACKEND"] == compiled.get("dynamo_backend", "NO")
-        assert environment["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == regional
-        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in environment
-        assert environment.get("ACCELERATE_USE_CPU", "False") == str(path.stem.startswith("cpu"))
-        assert environment.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
+    environment = environments[-1]
+    assert environment["ACCELERATE_MIXED_PRECISION"] == config["mixed_precision"]
+    assert environment["ACCELERATE_DYNAMO_BACKEND"] == compiled.get("dynamo_backend", "NO")
+    assert environment.get("ACCELERATE_USE_CPU", "False") == str(path.stem.startswith("cpu"))
+    assert environment.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
 
 
-def test_the_headline_command_trains(data_dir, tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long)])
+def test_the_headline_command_trains(backend, data_dir, tmp_path):
     # Compilation takes most of the time: one layer, and no evaluation.
     shorter = ("--n_layer", 1, "--eval_every", 0)
     done = launch(
-        "recipes/pretrain_124m.py",
+        *("--dynamo_backend", backend, "recipes/pretrain_124m.py"),
         *("--data_dir", data_dir, "--output_dir", tmp_path / "run", *SMALL.split(), *shorter),
         processes=2,
         config="8xa100",
-        launcher=True,
+        launcher=backend == "inductor",
     )
-    assert "2 x cpu, bf16, compile backend inductor" in done.stdout
+    assert f"2 x cpu, bf16, compile backend {backend}" in done.stdout
     history = metrics(tmp_path / "run")
     assert [entry["step"] for entry in history] == [1, 2, 3, 4]
     assert history[-1]["train/loss"] < history[0]["train/loss"]
@@ -87,7 +86,6 @@ REFUSED = (None, 1)
 @pytest.mark.parametrize(
     ("ends", "launches", "code"),
     [
-        ([FINISHED], 1, 0),
         ([STOPPED, LOST, FINISHED], 3, 0),
         ([STOPPED, STOPPED, STOPPED], 3, 1),
         ([FAILED], 1, 1),
@@ -152,7 +150,7 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
     folders = f"--input {tmp_path}/play.txt --init_from {tmp_path}/start --data_dir {tmp_path}/data"
     flags = f"{folders} --output_dir {tmp_path}/run --micro_batch_size 2 --total_batch_size 128"
     flags += " --eval_every 2 --save_every 2 --sequence_length 32 --learning_rate 0.3"
-    flags += " --max_steps 60 --sample_every 0 --eval_tokens 2048"
+    flags += " --max_steps 60 --sample_every 0 --eval_tokens 512"
     launch("recipes/finetune_shakespeare.py", *flags.split(), processes=2)
     history = metrics(tmp_path / "run")
     evaluated = {e["step"]: e["val/loss"] for e in history if "val/loss" in e}
@@ -164,6 +162,7 @@ def test_finetuning_stops_early_and_keeps_the_best_checkpoint(tmp_path):
 
 def test_a_resume_keeps_the_state_of_early_stopping(tiny, tmp_path):
     settings = {"eval_every": 1, "patience": 3, "learning_rate": 1.0, "max_steps": 30}
+    settings["eval_tokens"] = 256
     uninterrupted = run(tiny("whole", **settings, save_every=1, keep_last=30))
     assert 4 <= len(uninterrupted) < 30
     last_but_one = str(tmp_path / f"whole/checkpoint-{len(uninterrupted) - 1}")
@@ -201,8 +200,6 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
     [
         ("", "no", 0.02),
         ("", "bf16", 0.02),
-        ("mixtral", "no", 0.15),
-        ("qwen3_moe", "no", 0.15),
         ("mixtral", "bf16", 0.15),
     ],
 )

@@ -1,9 +1,7 @@
 """Trackers: the steps, settings and errors that reach them, also over a kill and a resume."""
 
 import importlib.util
-import os
 import signal
-import sqlite3
 import sys
 import time
 from pathlib import Path
@@ -39,11 +37,9 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
 
 @long
 @needs_all
-def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path, offline):
-    import trackio
-
-    names = ["tensorboard", "trackio"]
-    config = tiny("run", max_steps=160, save_every=50, report_to=names, resume_from="latest")
+def test_a_killed_and_resumed_run_is_one_curve(tiny, tmp_path, offline):
+    settings = {"report_to": ["tensorboard"], "resume_from": "latest"}
+    config = tiny("run", max_steps=160, save_every=50, **settings)
     log = tmp_path / "run/metrics.jsonl"
     options = {"log": tmp_path / "log", "ACCELERATE_USE_CPU": "true"}
     process = Started("tests/train_script.py", *as_flags(config), **options)
@@ -54,19 +50,8 @@ def test_a_killed_and_resumed_run_is_one_curve_with_its_settings(tiny, tmp_path,
     time.sleep(1)  # TensorBoard orders its files by the second
     steps = list(range(1, 161))
     assert [entry["step"] for entry in run(config)] == steps
-
-    # TensorBoard: the steps after the checkpoint are purged.
+    # The steps after the checkpoint are purged.
     assert tensorboard_steps(tmp_path / "run/tensorboard/updates", "train/loss") == steps
-
-    # trackio: the same run; the steps after the checkpoint may be there twice.
-    known = read_json(tmp_path / "run/run.json")
-    [path] = Path(os.environ["TRACKIO_DIR"]).glob("*.db")
-    query = "SELECT step FROM metrics WHERE run_name = ?"
-    rows = sqlite3.connect(path).execute(query, (f"run-{known['run_id']}",))
-    assert {step for (step,) in rows} >= set(steps[50:])
-    [recorded] = [r for r in trackio.Api().runs("gpt2_accel") if known["run_id"] in r.name]
-    assert recorded.config["learning_rate"] == 1e-2
-    assert recorded.config["parameters"] == known["parameters"] == 34_720
 
 
 def test_wandb_has_one_id_over_resumes_and_gets_each_step_at_once(tiny, tmp_path, monkeypatch):

@@ -38,11 +38,6 @@ def report_dir(runs, tmp_path_factory):
     return folder / "out"
 
 
-def test_the_report_has_a_picture_of_each_chart(report_dir):
-    names = {path.stem for path in report_dir.glob("*.png")}
-    assert {"loss", "loss-over-hours", "loss-over-flops", "val-perplexity"} < names
-
-
 def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
     entry = {"step": 60, "weights": "00", "precision": "no"}
@@ -84,22 +79,6 @@ def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     assert "val/bits_per_byte" in page
     assert "val/perplexity" not in page
     assert drawn() == [run.curve("val/bits_per_byte", "tokens")[1] for run in (first, second)]
-
-
-def test_the_fall_at_the_start_does_not_flatten_the_rest_of_a_curve(tmp_path):
-    """Standard errors have no chart."""
-    lines = [{"step": n, "tokens": n, "train/loss": 3 + 8 / n} for n in range(1, 1001)]
-    for line in lines[49::50]:
-        line |= {"val/perplexity": 20 + 1e5 / line["step"], "val/loss_stderr": 0.01}
-    changes = ["a 1 -> 2 from update 8", "b"]
-    write_json(tmp_path / "run.json", {"run_id": "", "flops_per_token": 8.6e8, "changes": changes})
-    run = RunFolder(tmp_path)
-    run.lines = lines
-    table, pictures = report_of([run])
-    assert set(pictures) == {"loss", "loss-over-flops", "val-perplexity"}
-    assert "<td>a 1 -&gt; 2 from update 8; b</td>" in table
-    for name, top in (("val-perplexity", 1100), ("loss", 4)):
-        assert pictures[name].axes[0].get_ylim()[1] < top
 
 
 def test_unfinished_and_damaged_runs_have_a_report(runs, tmp_path):

@@ -36,21 +36,10 @@ def test_judge_gives_a_verdict():
     assert judge([0.1, -0.05, 0.06] * 10) == "worse"
 
 
-@pytest.mark.parametrize(
-    "variant, base, verdict, runs",
-    [
-        ([1.0, 1.1, math.inf], [2.0, 2.05, math.inf], "better", "2"),
-        (
-            [math.inf, 1.0, 1.1, 1.0],
-            [math.nan, 2.0, 2.05, 2.0],
-            "1 diverged, 0 of the baseline; better",
-            "3",
-        ),
-    ],
-)
-def test_a_run_that_diverged_or_failed_is_in_no_pair(variant, base, verdict, runs):
-    cells = outcome(np.array(variant), np.array(base))
-    assert (cells[0], cells[3]) == (verdict, runs)
+def test_a_run_that_diverged_or_failed_is_in_no_pair():
+    variant, base = np.array([[math.inf, 1.0, 1.1, 1.0], [math.nan, 2.0, 2.05, 2.0]])
+    cells = outcome(variant, base)
+    assert (cells[0], cells[3]) == ("1 diverged, 0 of the baseline; better", "3")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Studies by the real recipe: runs in subprocesses, failures, kills, several drivers."""
 
 import csv
-import random
 import re
 import shutil
 import signal
@@ -57,10 +56,6 @@ def rows(folder):
         return []
     with open(folder / "runs.csv", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def running(processes):
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +124,6 @@ def test_a_lost_table_is_written_again_from_finished_runs(studied, tmp_path):
     assert "exit code" not in done.stderr  # nothing was trained
 
 
-def test_a_dry_run_prints_the_runs(studied, tmp_path):
-    _, _, write = studied
-    done = compare(write(tmp_path, seeds=2), tmp_path / "out", "--dry_run", "true")
-    assert re.search(r"^full-seed2: 1,536 tokens, [\d.e+]+ FLOPs$", done.stdout, re.MULTILINE)
-    assert len(done.stdout.splitlines()) == 4
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, tmp_path):
     """It follows from the settings that its recipe takes and the weights of `init_from`.
 
@@ -164,50 +151,6 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
 
 
 # Kills and several drivers
-
-
-@long
-def test_a_killed_study_goes_on_to_the_same_table(data_dir, tmp_path):
-    """Kills the driver or one of its runs 12 times. The runs of a dead driver end in seconds."""
-    wanted, updates = 12, 5000
-    parts = {"settings": {"save_every": 50, "eval_every": 200}, "budget": {"tokens": updates * 128}}
-    path = study_file(tmp_path, data_dir, **parts)
-    uninterrupted = tmp_path / "whole"
-    out = tmp_path / "out"
-    compare(path, uninterrupted)
-    draw = random.Random(1)
-    kills = 0
-    while kills < wanted:
-        started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
-        driver = psutil.Process(started.pids[0])
-        while started.poll() is None and kills < wanted:
-            time.sleep(draw.uniform(0.5, 8))
-            if started.poll() is not None:  # the runs that were not killed are done
-                break
-            trainers = driver.children(recursive=True)
-            victim = draw.choice([driver, *trainers])
-            victim.send_signal(draw.choice((signal.SIGKILL, signal.SIGTERM)))
-            kills += 1
-            if victim == driver:
-                started.wait()
-                psutil.wait_procs(trainers, timeout=30)
-                assert not running(trainers)
-        assert started.wait() or kills == wanted, "the study ended before the kills"
-    compare(path, out)
-    assert len(rows(out)) == 4
-    assert (out / "runs.csv").read_bytes() == (uninterrupted / "runs.csv").read_bytes()
-
-
-@long
-def test_a_recipe_that_changes_is_noted(data_dir, tmp_path):
-    recipe, out = tmp_path / "recipe.py", tmp_path / "out"
-    path = study_file(tmp_path, data_dir, recipe=script(recipe), variants={"one": {}})
-    started = Started(COMPARE, path, "--output_dir", out, log=tmp_path / "log")
-    wait_for(lambda: list(out.glob("runs/*/config.yaml")))
-    script(recipe, "changed = True")
-    assert started.wait() == 0
-    assert len({row["code"] for row in rows(out)}) == 2
-    assert "recorded by another version" in (out / "study.md").read_text()
 
 
 @long

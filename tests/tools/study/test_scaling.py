@@ -56,6 +56,7 @@ def test_a_law_is_found_exactly_and_never_has_a_negative_term():
     assert min(fit_law(N, D, 2 - 300 * N**-0.3, C).values) >= 0  # rises with N
 
 
+@long
 def test_intervals_cover_the_truth_and_the_form_is_seldom_refused_if_it_is_right():
     """Simulated grids of 21 runs with noise, and a new run of ten times the largest budget.
 
