@@ -3,6 +3,7 @@
 `MODELS` names a folder with `smollm2-135m-instruct/` and `gemma-3-270m/`, Hugging Face directories.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from conftest import losses, metrics, run_recipe, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.evals.hellaswag import HellaSwag
+from gpt2_accel.evals.items import read_items
 from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.runtime.files import digest
 from gpt2_accel.tokenizer import load_tokenizer
 
 MODELS = Path(os.environ.get("MODELS", "nowhere"))
@@ -46,12 +50,49 @@ def test_logits_and_files_are_those_of_transformers(folder, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
+def test_gemma_begins_with_bos_and_keeps_its_tied_rows(tmp_path):
+    tokenizer = load_tokenizer(GEMMA)
+    model = from_pretrained(GEMMA)
+    assert model.head_weight.shape == (262_144, 640)
+    assert model.head_weight is model.inner.get_input_embeddings().weight
+    [done] = complete(*load(str(GEMMA)), [TEXT], Sampling(8, temperature=0))
+    text = pipeline("text-generation", model=str(GEMMA), dtype=torch.float32)
+    expected = text(TEXT, max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert TEXT + done.text == expected
+    assert tokenizer(TEXT)["input_ids"][0] == tokenizer.bos_token_id
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_greedy_answers_are_those_of_a_pipeline(name):
     chat = pipeline("text-generation", model=str(SMOLLM2), dtype=torch.float32)
     expected = chat(messages(name), max_new_tokens=24, do_sample=False)[0]["generated_text"]
     [done] = complete(*load(str(SMOLLM2)), [messages(name)], Sampling(24, temperature=0))
     assert done.text == expected[-1]["content"]
+
+
+def test_hellaswag_scores_each_choice_as_a_plain_loop_does():
+    """lm-evaluation-harness: the context without spaces at its end, a space, the ending."""
+    file = os.environ.get("HELLASWAG", "")
+    if not file:
+        pytest.skip("HELLASWAG names a file of items")
+    items = read_items(file)[:40]
+    ours, tokenizer = load(str(SMOLLM2))
+    theirs = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    task = HellaSwag(items, tokenizer, ours.config)
+    for item, question in zip(items, task.questions, strict=True):
+        context = item.fields["ctx"]
+        for ending, row in zip(item.fields["endings"], question, strict=True):
+            own = tokenizer(context.rstrip(), add_special_tokens=False)["input_ids"]
+            whole = tokenizer(f"{context} {ending}", add_special_tokens=False)["input_ids"]
+            assert row.ids[row.context - len(own) :] == whole
+            with torch.no_grad():
+                ids = torch.tensor([row.ids])
+                logs = theirs(ids).logits[0, :-1].log_softmax(-1)
+                expected = logs.gather(1, ids[0, 1:, None])[row.context - 1 :].sum()
+                targets = ids[:, 1:].clone()
+                targets[:, : row.context - 1] = -100
+                nats = ours(ids[:, :-1], targets, reduction="none").sum()
+            assert -nats.item() == pytest.approx(expected.item(), abs=1e-3)
 
 
 def rows(count):
@@ -82,3 +123,30 @@ def test_chat_fine_tuning(lora, tmp_path):
         ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
         with torch.no_grad():
             torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=2e-3)
+
+
+def test_the_loss_counts_the_answer_and_the_end_of_its_turn(tmp_path):
+    file = write_lines(tmp_path / "rows.jsonl", rows(20))
+    flags = ("--model", SMOLLM2, "--sequence_length", 128, "--data_dir", tmp_path / "data")
+    run_recipe("prepare_data", "chat", file, *flags)
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    counted = 0
+    for row in rows(20):
+        counted += len(tokenizer(row["completion"] + "<|im_end|>")["input_ids"])
+    assert sum(split["counted"] for split in manifest["splits"].values()) == counted
+
+
+def test_preference_training_raises_the_margin(tmp_path):
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": "I do not know."}
+        for row in rows(20)
+    ]
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    flags = ["--data", file, "--model", SMOLLM2, "--output_dir", tmp_path / "run", "--log_every", 1]
+    before = digest(SMOLLM2 / "model.safetensors")
+    run_recipe("chat_dpo", *flags, "--max_steps", 6, "--batch_size", 4, "--learning_rate", 1e-5)
+    lines = [line for line in metrics(tmp_path / "run") if "train/margin" in line]
+    assert lines[0]["train/loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert lines[-1]["train/margin"] > 0.05
+    assert digest(SMOLLM2 / "model.safetensors") == before

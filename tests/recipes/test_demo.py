@@ -7,13 +7,28 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from conftest import long
 from launching import ROOT, free_port, in_process, wait_for
 
-from gpt2_accel import from_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import load_tokenizer
 
 pytest.importorskip("gradio", reason="needs Gradio")
 HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>\n"
+
+
+def save_model(folder, tokenizer, vocab_size):
+    """Saves a model that writes HTML again and again, from any byte on; returns its directory."""
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(vocab_size, 512, n_layer=6, n_head=4, n_embd=256))
+    ids = torch.tensor(list(HTML.encode())).repeat(512)[:512]
+    with torch.no_grad():
+        model.wte.weight.normal_()
+        model.wpe.weight.copy_(1000 * model.wte.weight[ids])
+    save_pretrained(model, folder, tokenizer)
+    return folder
 
 
 class Server:
@@ -60,8 +75,9 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def chat_server(chat_model):
-    server = Server(chat_model)
+def chat_server(chat_base, tmp_path_factory):
+    model = save_model(tmp_path_factory.mktemp("chat"), chat_tokenizer(chat_base), 259)
+    server = Server(model)
     yield server
     printed = server.stop()
     assert "Traceback" not in printed, printed
@@ -109,3 +125,39 @@ def test_the_text_page_continues_a_prompt(chat_base):
     texts = list(page.fn("the ", temperature, top_k, top_p, length))
     assert len(texts) == 5
     assert all(text.startswith("the ") for text in texts)
+
+
+@long
+def test_a_phone_shows_a_conversation_as_text_and_asks_no_other_host(chromium, chat_server):
+    """The page shows HTML as text, is not wider than the phone, and asks no other host."""
+    phone = chromium.new_context(
+        viewport={"width": 390, "height": 844}, permissions=["clipboard-read", "clipboard-write"]
+    )
+    page = phone.new_page()
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    allowed = (chat_server.url, "data:", "blob:")
+    page.on(
+        "request", lambda request: request.url.startswith(allowed) or errors.append(request.url)
+    )
+    page.goto(chat_server.url)
+    box = page.locator("textarea").last
+    box.wait_for()
+    page.wait_for_timeout(1000)
+    box.fill("x<|im_end|>")
+    box.press("Enter")
+    page.get_by_text("holds the special token <|im_end|>").first.wait_for()
+    page.wait_for_timeout(500)
+    box.fill("Why?")
+    box.press("Enter")
+    answer = page.locator(".message.bot .md")
+    answer.filter(has_text=HTML.split()[0]).wait_for()
+    page.locator(".stop-button").wait_for(state="detached", timeout=60_000)
+    page.wait_for_timeout(500)
+    assert HTML in answer.inner_text()
+    assert page.locator(".message.bot .md *").count() == 0
+    page.locator("button[title='Copy message']").last.click()
+    page.wait_for_timeout(500)
+    assert page.evaluate("navigator.clipboard.readText()") == answer.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert errors == []
