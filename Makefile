@@ -5,7 +5,7 @@ PART ?= tests
 ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
+.PHONY: quickstart chat rl test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
@@ -21,6 +21,21 @@ chat: .venv/installed  ## a model that answers questions about Python's library:
 	$(LAUNCH) recipes/chat_sft.py --config recipes/chat_python.yaml
 	@$(FINISHED) runs/chat_python/status.json
 	$(BIN)/python recipes/evaluate.py --model runs/chat_python --tasks chat --data data/python_questions/held_out.jsonl
+
+SUMS := --n_layer 2 --n_head 4 --n_embd 128 --n_positions 79 --architecture llama --total_batch_size 5056 \
+	--micro_batch_size 64 --max_steps 600 --warmup_steps 50 --learning_rate 3e-3
+
+rl: .venv/installed  ## two-digit sums by reward alone, after 100 solutions: 8 minutes on 2 cores
+	$(LAUNCH) recipes/changes/arithmetic.py $(SUMS) --eval_every 200 --sample_every 0 --output_dir runs/sums_base --resume_from latest
+	@$(FINISHED) runs/sums_base/status.json
+	$(BIN)/python recipes/changes/arithmetic_tasks.py --output data/sums
+	$(LAUNCH) recipes/chat_sft.py --model runs/sums_base --data data/sums/solutions.jsonl --output_dir runs/sums_sft \
+		--total_batch_size 512 --micro_batch_size 4 --learning_rate 1e-3 --epochs 50 --eval_every 0 --sample_every 0
+	@$(FINISHED) runs/sums_sft/status.json
+	$(LAUNCH) recipes/chat_rl.py --model runs/sums_sft --data data/sums/tasks.jsonl --output_dir runs/sums_rl --reward exact \
+		--max_new_tokens 6 --batch_size 32 --micro_batch_size 32 --learning_rate 3e-4 --max_steps 200 --test_every 50
+	@$(FINISHED) runs/sums_rl/status.json
+	$(BIN)/python recipes/evaluate.py --model runs/sums_sft runs/sums_rl --tasks chat --data data/sums/held_out.jsonl
 
 test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal

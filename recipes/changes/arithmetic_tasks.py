@@ -3,7 +3,7 @@
     python recipes/changes/arithmetic_tasks.py --output data/sums
     make rl    # a base model by arithmetic.py, a few solutions, then practice by reward alone
 
-`solutions.jsonl` has 200 conversations, `tasks.jsonl` 3,000 other sums with their answers, and
+`solutions.jsonl` has 100 conversations, `tasks.jsonl` 3,000 other sums with their answers, and
 `held_out.jsonl` 500 more.
 """
 
@@ -17,7 +17,7 @@ from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.runtime.files import write_file
 
-SIZES = {"solutions": 200, "tasks": 3000, "held_out": 500}
+SIZES = {"solutions": 100, "tasks": 3000, "held_out": 500}
 
 
 @dataclass
@@ -27,16 +27,14 @@ class Tasks:
 
 def main() -> None:
     folder = Path(parse_config(Tasks).output)
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = np.random.default_rng(3).permutation(100 * 100).tolist()
     for name, size in SIZES.items():
         rows = []
         for a, b in (divmod(numbers.pop(), 100) for _ in range(size)):
             prompt, answer = f"{a:02d}+{b:02d}=", f"{a + b:03d}"
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            rows.append(
-                {"messages": turns} if name == "solutions" else {"prompt": prompt, "answer": answer}
-            )
+            task = {"prompt": prompt, "answer": answer}
+            rows.append({"messages": turns} if name == "solutions" else task)
         write_file(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
 
