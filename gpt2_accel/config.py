@@ -34,7 +34,8 @@ NOT_SAVED = ("dry_run", "profile")
 # Settings that do not affect results. The fingerprint of the data stands for `data_dir`.
 INERT_NAMES = """
     data_dir output_dir resume_from ignore_changes save_every keep_last keep_every keep_best
-    sample_every sample_prompts sample_tokens push_to_hub hub_strategy max_hours log_every report_to
+    sample_every sample_prompts sample_tokens push_to_hub hub_strategy hub_revisions max_hours
+    log_every report_to
 """
 INERT = frozenset(INERT_NAMES.split())
 # Settings that determine the shape of a new model.
@@ -168,6 +169,7 @@ class TrainConfig:
         "'end' pushes the final model, 'every_save' each checkpoint's model too, 'checkpoint' also "
         "what --resume_from needs",
     )
+    hub_revisions: bool = setting(False, "keep each pushed checkpoint as a revision, step1000")
 
     log_every: int = setting(10, "interval of lines in metrics.jsonl, in updates")
     report_to: list[str] = setting([], "trackers: wandb, tensorboard, trackio")
@@ -190,6 +192,8 @@ class TrainConfig:
             fraction="min_lr_ratio decay_share",
             below_one="beta1 beta2 dropout lora_dropout",
         )
+        if self.hub_revisions and not self.push_to_hub:
+            raise ValueError("hub_revisions needs a repository: give --push_to_hub USER/NAME")
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
         name = self.architecture

@@ -7,6 +7,7 @@ prepared pairs, so there is no second model.
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,22 +32,26 @@ class Preferences:
     the model, and q by the reference. The loss of a pair is -log sigmoid(reward of the chosen -
     reward of the rejected), equation 7 of the paper. `loss_type` "sigmoid_norm" divides each reward
     by the answer's tokens, as Tulu 3 does (Lambert et al., 2024, arXiv:2411.15124, equation 6).
+    `nll` is the weight of a second term, the mean loss per token of the update's chosen answers.
     `start` is the directory of the model that the run starts from.
 
     Figures, means over pairs, without division by tokens: `reward_accuracy`, the share of pairs in
     which the chosen answer has the higher reward; `margin`, the difference of the rewards;
-    `reward_chosen` and `reward_rejected`.
+    `reward_chosen` and `reward_rejected`; with `nll` also `nll`, the second term without weight.
 
     Raises `ValueError` for another `loss_type`.
     """
 
     pairs = True
 
-    def __init__(self, start: str | Path, *, beta: float = 0.1, loss_type: str = "sigmoid"):
+    def __init__(
+        self, start: str | Path, *, beta: float = 0.1, loss_type: str = "sigmoid", nll: float = 0.0
+    ):
         if loss_type not in LOSS_TYPES:
             raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
         self.beta = beta
         self.loss_type = loss_type
+        self.nll = nll
         mark = on_main_process(lambda: weights_digest(Path(start)))
         self.prefix = f"reference-{mark[:16]}-"  # `file`'s name begins with it
         self.file = ""  # file name of the reference's log-probabilities
@@ -64,11 +69,16 @@ class Preferences:
     def measure(self, model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """Returns the loss and the figures of each pair, (B,).
 
-        The pairs are from the training split in training, otherwise from the validation split. In
+        The pairs are from the training split in training, otherwise from the validation split,
+        where `nll` divides the loss of each pair by the tokens of its own chosen answer. In
         training a mixture of experts adds its load balancing loss, which is then also a figure.
         """
         logs, tokens, balance = answer_log_probabilities(model, batch, self.trim)
+        nats = -logs[:, 0]
+        chosen_tokens: Any = tokens[:, 0]
         if batch.numbers is not None:  # None in a trial of the memory
+            if model.training and self.nll:
+                chosen_tokens = self.chosen_tokens()
             split = "train" if model.training else "val"
             logs = logs - self.reference[split][batch.numbers]
         rewards = self.beta * logs
@@ -82,10 +92,22 @@ class Preferences:
             "reward_chosen": chosen,
             "reward_rejected": rejected,
         }
+        if self.nll:
+            figures["nll"] = nats / chosen_tokens
+            figures["loss"] = figures["loss"] + self.nll * figures["nll"]
         if balance is not None:
             added, figures["aux_loss"] = balance
             figures["loss"] = figures["loss"] + added
         return figures
+
+    def chosen_tokens(self) -> float:
+        """Returns the mean number of tokens of the chosen answers of this update's pairs."""
+        loader = self.run.train_loader
+        schedule = self.run.schedule
+        step = self.run.step
+        samples = loader.samples(schedule.first(step), schedule.sequences(step))
+        targets = loader.read(samples).targets[:, : loader.sequence_length // 2]
+        return int((targets != -100).sum()) / len(samples)
 
     # The callback
 
@@ -108,6 +130,7 @@ class Preferences:
         reference.
         """
         accelerator = run.accelerator
+        self.run = run
         self.trim = accelerator.state.dynamo_plugin.backend.value.lower() == "no"
         if not run.step:
             precision = accelerator.mixed_precision

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt2_accel.charts import draw_loss
-from gpt2_accel.checkpoint.find import list_checkpoints
+from gpt2_accel.checkpoint.find import STATE, list_checkpoints
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
 from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import remove, sentence
@@ -21,17 +21,20 @@ class Pushes(AbstractContextManager):
     Values of `hub_strategy`, as in HF's Trainer: `end` pushes the final model only; `every_save`
     also the model of each checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
 
+    With `hub_revisions` each checkpoint is a revision of the repository, such as `step1000`, with
+    its `state.json`.
+
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest
-    checkpoint waits. A failed upload is printed; it never ends the run. Leaving the context waits
-    for the last upload while the run's `stop` has seconds left. The threads are daemons: the
-    interpreter would wait at its exit for others, even if the Hub never answers.
+    checkpoint waits, and those that become revisions. A failed upload is printed; it never ends the
+    run. Leaving the context waits for the last upload while the run's `stop` has seconds left. The
+    threads are daemons: the interpreter would wait at its exit for others, even if the Hub never
+    answers.
     """
 
     def __init__(self) -> None:
         self.run: Run | None = None  # set on the main process only
         self.newest: Path | None = None
         self.thread = threading.Thread()
-        self.uploading = threading.Lock()
 
     def on_train_begin(self, run: Run) -> None:
         if run.accelerator.is_main_process:
@@ -63,8 +66,9 @@ class Pushes(AbstractContextManager):
         remove(self.scratch)
 
     def on_save(self, run: Run, path: Path) -> None:
-        if self.run is not None and run.config.hub_strategy != "end":
-            self.push(run, path, path)
+        config = run.config
+        if self.run is not None and (config.hub_strategy != "end" or config.hub_revisions):
+            self.push(run, path, path, f"step{run.step}" if config.hub_revisions else "")
 
     def on_train_end(self, run: Run, finished: bool) -> None:
         if self.run is None or not finished:
@@ -75,8 +79,8 @@ class Pushes(AbstractContextManager):
             self.print_line(f"the loss is not plotted: {sentence(error)}")
         self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
 
-    def push(self, run: Run, directory: Path, checkpoint: Path) -> None:
-        """Starts to push the model in `directory`.
+    def push(self, run: Run, directory: Path, checkpoint: Path, tag: str = "") -> None:
+        """Starts to push the model in `directory`, as the revision `tag` if that is given.
 
         With the strategy `checkpoint` also pushes the folder `checkpoint`.
         """
@@ -85,21 +89,25 @@ class Pushes(AbstractContextManager):
             stage(directory, folder, self.repo_id)
             if run.config.hub_strategy == "checkpoint":
                 shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
+            if run.config.hub_revisions:
+                link(checkpoint / STATE / "state.json", folder / "state.json")
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
             return
         self.newest = folder
-        self.thread = threading.Thread(target=self._upload, args=[folder], daemon=True)
+        arguments = folder, tag, self.thread
+        self.thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
         self.thread.start()
 
-    def _upload(self, folder: Path) -> None:
+    def _upload(self, folder: Path, tag: str, earlier: threading.Thread) -> None:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()  # they would break the run's progress bar
-        with self.uploading:
-            if folder == self.newest:
-                try:
-                    self.print_line(f"uploaded to {push(folder, self.repo_id)}")
-                except OSError as error:
-                    self.print_line(str(error))
+        if earlier.is_alive():
+            earlier.join()
+        if folder == self.newest or (tag and self.newest):
+            try:
+                self.print_line(f"uploaded to {push(folder, self.repo_id, tag=tag)}")
+            except OSError as error:
+                self.print_line(str(error))
         remove(folder)

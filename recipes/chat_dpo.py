@@ -29,10 +29,11 @@ MICRO_BATCH = 4
 
 @dataclass
 class ChatDPO(ChatSFT):
-    data: str | None = setting(None, "file of pairs: .jsonl, .json or .parquet")
+    data: str | None = setting(None, "file of pairs: .jsonl, .json, .parquet or .csv")
     model: str | None = setting(None, "chat model to start from, also the reference")
     beta: float = setting(0.5, "penalty for deviating from the reference")
     loss_type: str = setting("sigmoid", "sigmoid, or sigmoid_norm: per token of an answer")
+    nll: float = setting(0.0, "weight of the loss per token of the chosen answers, such as 0.2")
     batch_size: int | None = setting(None, "pairs per update, over all devices; default at most 32")
     max_length: int | None = setting(
         None, "leave out pairs with an answer of more tokens, the prompt included"
@@ -48,7 +49,7 @@ class ChatDPO(ChatSFT):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(self, positive="batch_size max_length", above_zero="beta")
+        check_ranges(self, positive="batch_size max_length", above_zero="beta", not_negative="nll")
 
 
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
@@ -81,7 +82,7 @@ def main() -> None:
     from gpt2_accel.train import train
 
     reference = open_data(config, config.max_length, pairs=True)
-    objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type)
+    objective = Preferences(reference, beta=config.beta, loss_type=config.loss_type, nll=config.nll)
     processes = process_state().num_processes
     keep_settings(config, processes)
     process_state().print(fit_to_pairs(config, processes))

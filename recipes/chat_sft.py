@@ -48,7 +48,7 @@ LONGEST_INTERVAL = 250  # updates between evaluations
 
 @dataclass
 class ChatSFT(TrainConfig):
-    data: str | None = setting(None, "file of conversations: .jsonl, .json or .parquet")
+    data: str | None = setting(None, "file of conversations: .jsonl, .json, .parquet or .csv")
     model: str | None = setting(None, "model to fine-tune; default: the model of --data_dir")
 
     data_dir: str = "data/chat"
@@ -80,6 +80,29 @@ class ChatSFT(TrainConfig):
         self.init_from = self.init_from or self.model
 
 
+def prepares_beside(config: TrainConfig, inputs: tuple, names: str) -> bool:
+    """Sets `data_dir` to a folder in the run's folder; returns whether it has to be prepared.
+
+    Its name is a hash of `inputs`, which `names` are. Raises `ValueError` if `data_dir` is given or
+    if the inputs have changed since the run began.
+    """
+    from gpt2_accel.checkpoint.find import list_checkpoints
+
+    run_dir = Path(config.output_dir)
+    if "data_dir" in config.given:
+        raise ValueError("--data and --data_dir both give the data: leave one out")
+    folder = run_dir / f"data-{sha256(repr(inputs).encode()).hexdigest()[:8]}"
+    config.data_dir = str(folder)
+    if (folder / DATA_MANIFEST).is_file():
+        return False
+    if list_checkpoints(run_dir) and not config.ignore_changes:
+        raise ValueError(
+            f"{names} has changed since the run in {run_dir} began: choose another --output_dir "
+            "for a new run, or continue with --ignore_changes"
+        )
+    return True
+
+
 def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) -> None:
     """Packs the conversations of `file` into windows, in a folder inside the run's folder, and sets
     `data_dir` to it. With `pairs` the file holds pairs of answers.
@@ -88,7 +111,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
     name is a hash of its input; windows that are already there are used again. Raises `ValueError`
     if the input has changed since the run began or cannot be trained on.
     """
-    from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
+    from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.data.chat_tokens import prompt_tokens
     from gpt2_accel.data.conversations import prepare_conversations, summary, with_padding
     from gpt2_accel.generation.sampling import user_turn
@@ -98,11 +121,8 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
     from gpt2_accel.tokenizer import fingerprint, load_tokenizer
 
     model = config.init_from
-    run_dir = Path(config.output_dir)
     if model is None:
         raise ValueError("--data needs the model to fine-tune: give it by --model")
-    if "data_dir" in config.given:
-        raise ValueError("--data and --data_dir both give conversations: leave one out")
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is not a file: give one, or prepare a folder or a data set of the Hub by "
@@ -120,19 +140,12 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
         )
     known = fingerprint(with_padding(tokenizer))
     inputs = digest(file), known, tokenizer.chat_template, longest
-    folder = run_dir / f"data-{sha256(repr(inputs).encode()).hexdigest()[:8]}"
-    config.data_dir = str(folder)
-    if (folder / DATA_MANIFEST).is_file():
+    if not prepares_beside(config, inputs, f"{file}, the model or the length of a window"):
         return
-    if list_checkpoints(run_dir) and not config.ignore_changes:
-        raise ValueError(
-            f"{file}, the model or the length of a window has changed since the run in {run_dir} "
-            "began: choose another --output_dir for a new run, or continue with --ignore_changes"
-        )
     manifest = prepare_conversations(
         [str(file)],
         tokenizer,
-        folder,
+        config.data_dir,
         sequence_length=longest or min(LONGEST_WINDOW, shape.n_positions),
         shorten=longest is None,
         packed=pairs or keeps_documents_apart(shape),

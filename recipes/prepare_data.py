@@ -20,8 +20,9 @@ After an interruption, the same command continues the preparation.
 - openwebtext: as Parquet, from the Hub; one row in 2,000 for validation.
 - shakespeare, shakespeare-char: tiny Shakespeare in GPT-2's BPE or in characters, as in nanoGPT;
   the last 10% for validation.
-- text: files and folders. Each row of a .json, .jsonl, .ndjson or .parquet file, compressed (.gz,
-  .zst, .bz2) or not, is a document, and so is every other file of UTF-8 text.
+- text: files and folders. Each row of a .json, .jsonl, .ndjson, .parquet, .csv or .arrow file,
+  compressed (.gz, .zst, .bz2) or not, is a document, and so is every other file of UTF-8 text,
+  also as .gz.
 - hf: a data set on the Hub with such files of rows.
 - chat: conversations from a data set on the Hub or from such files, in the chat template of
   `--model` or ChatML, packed into windows of `--sequence_length` tokens. See docs/chat.md.
@@ -100,7 +101,7 @@ DATASETS = {
 # Command -> one row in how many is held out, if not in `HELD_OUT`. nanoGPT has the same share.
 ONE_IN = {"fineweb-edu": 2000, "openwebtext": 2000}
 TOKENIZERS = "gpt2, bytes, bpe (trained on the text), or an HF directory or Hub id"
-TEXT = "UTF-8 text, JSON or Parquet"
+TEXT = "UTF-8 text, JSON, Parquet or CSV"
 CHAT = (
     "Packs conversations into windows. A row has one of: messages (with role and content); "
     "conversations (with from and value); prompt and completion; instruction, input, and output or "
@@ -208,8 +209,8 @@ def add_options(
             )
 
 
-def parse_options() -> argparse.Namespace:
-    """Parses the command line. `--data_dir` and `--verify` may precede or follow the command."""
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the words of a command line. `--data_dir` and `--verify` may precede the command."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
@@ -232,7 +233,7 @@ def parse_options() -> argparse.Namespace:
         add_options(command, ALWAYS, default=argparse.SUPPRESS)  # keeps those before the command
         command.set_defaults(**DEFAULTS | DATASETS.get(name, {}))
     try:
-        parsed = parser.parse_args()
+        parsed = parser.parse_args(words)
     except ValueError as error:
         if "invalid choice" in str(error):
             raise ValueError(f"{error}; the command for files and folders is text PATH") from error
@@ -438,9 +439,10 @@ def verify(data_dir: str) -> None:
     print(f"all {verify_data(data_dir)} shards are intact")
 
 
-def main() -> None:
-    options = parse_options()
-    command = shlex.join(["prepare_data.py", *sys.argv[1:]])
+def main(words: Sequence[str] | None = None) -> None:
+    words = sys.argv[1:] if words is None else words
+    options = parse_options(words)
+    command = shlex.join(["prepare_data.py", *words])
     if options.command == "mix":
         weights = dict(options.source)
         if len(weights) < len(options.source):

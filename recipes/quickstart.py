@@ -11,8 +11,10 @@ of a study on this text at half this width (docs/results.md); the learning rate 
 0.012, 0.018 and 0.025. Expected: about 1.47 bits per byte on the held-out files, after two to three
 minutes on 2 CPU cores.
 
-`--init_from DIR_OR_HUB_ID` continues training a model of your own, with its tokenizer: give a
-`--data_dir` of your own too. A pretrained model gets AdamW at a rate that it survives.
+`--data my.txt`, a file or a folder of text or of rows, trains on your text: the recipe prepares it
+in the run's folder. `--init_from DIR_OR_HUB_ID` continues training a model of your own, with its
+tokenizer: give `--data` or `--data_dir` too. A pretrained model gets AdamW at a rate that it
+survives.
 """
 
 import json
@@ -27,7 +29,8 @@ from gpt2_accel.config import TrainConfig, derived, parse_config, setting
 from gpt2_accel.data.documents import held_out
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.data.sources import read_text
+from gpt2_accel.data.sources import find_files, is_text, read_text
+from gpt2_accel.runtime.files import digest
 from gpt2_accel.runtime.recipe_command import program, recipe_command
 from gpt2_accel.tokenizer import train_bpe
 
@@ -41,6 +44,7 @@ PASSES = 4
 
 @dataclass
 class Quickstart(TrainConfig):
+    data: str | None = setting(None, "file or folder of text, or of rows with a field text")
     data_dir: str = "data/python_stdlib"
     output_dir: str = "runs/quickstart"
     resume_from: str | None = "latest"
@@ -88,6 +92,30 @@ def check_prepared(config: Quickstart) -> None:
             f"{config.data_dir} was made with a vocabulary of {vocab_size}, not "
             f"{config.vocab_size}: leave out --vocab_size"
         )
+
+
+def prepare_text(config: Quickstart) -> None:
+    """Prepares the text of `--data` in the run's folder, by `prepare_data.py text`.
+
+    Raises `ValueError` if it has changed since the run began.
+    """
+    from chat_sft import prepares_beside
+    from prepare_data import TEXT
+    from prepare_data import main as prepare_data
+
+    from gpt2_accel.checkpoint.find import verified_directory
+
+    assert config.data is not None
+    files = find_files(config.data, is_text, TEXT)
+    texts = [(name, digest(path)) for path, name in files.items()]
+    tokenizer = config.init_from and str(verified_directory(config.init_from))
+    inputs = texts, tokenizer, config.vocab_size
+    if prepares_beside(config, inputs, f"{config.data} or the tokenizer"):
+        options = ["--tokenizer", tokenizer or "bpe", "--data_dir", config.data_dir]
+        if config.vocab_size is not None:
+            options += ["--vocab_size", str(config.vocab_size)]
+        prepare_data(["text", config.data, *options])
+    config.data = None  # config.yaml names the prepared folder
 
 
 def prepare_corpus(config: Quickstart) -> None:
@@ -170,6 +198,8 @@ def main() -> None:
     from gpt2_accel.train import train
 
     with main_process_first():
+        if config.data:
+            prepare_text(config)
         open_hub(config.data_dir)
         try:
             check_prepared(config)

@@ -11,6 +11,12 @@ from gpt2_accel.runtime.files import first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# The texts of messages and tools that a chat template has to print.
+MARKED = re.compile(
+    r"\.messages\.(content|reasoning_content|reasoning|thinking|tool_calls(\.function)?"
+    r"\.(name|arguments.*))|\.tools(\.function)?\.name"
+)
+ESCAPED = re.compile(r'[\s"\\]+')
 PIECES = (
     "{% for piece in messages %}{% if piece.role == 'assistant' %}"
     "{% generation %}{{ piece.content }}{% endgeneration %}{% else %}{{ piece.content }}"
@@ -19,32 +25,50 @@ PIECES = (
 
 
 def conversation_tokens(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns token ids of a conversation, (n,) int64, and a mask of assistant tokens, (n,) bool.
 
     The `training_template` marks the assistant's tokens. Without such a template they are found by
     prefixes, see `answer_pieces`.
 
-    `messages` have a `role` and a `content`. Special tokens in them are encoded as such. Raises
-    `ValueError` if such a prefix is not found or a message is not printed, and whatever the chat
-    template raises.
+    `messages` are those of `read_messages`, `tools` JSON schemas. Special tokens in them are
+    encoded as such. Raises `ValueError` if such a prefix is not found or a message or a tool is not
+    printed, and whatever the chat template raises.
     """
     template = training_template(tokenizer)
-    # The mark tells a short message from the template's own text; templates may trim white space.
-    marked = [
-        {**message, "content": "".join(message["content"].split()) + "\0"} for message in messages
-    ]
-    text = "".join(_render(tokenizer, marked, chat_template=template, tokenize=False).split())
-    if text.count("\0") < len(marked) or any(turn["content"] not in text for turn in marked):
-        raise ValueError("the chat template leaves out a message, or a part of one")
+    marks: list[str] = []
+    marked = with_marks({"messages": list(messages), "tools": tools}, "", marks)
+    text = "".join(_render(tokenizer, **marked, chat_template=template, tokenize=False).split())
+    if any(mark not in text for mark in marks):
+        raise ValueError(
+            "the chat template leaves out a message, or a part of one, such as tools or reasoning"
+        )
     if template is None:
         template = PIECES
-        messages = answer_pieces(tokenizer, messages)
+        messages = answer_pieces(tokenizer, messages, tools)
     encoding = _render(
-        tokenizer, messages, chat_template=template, return_assistant_tokens_mask=True
+        tokenizer, messages, tools, chat_template=template, return_assistant_tokens_mask=True
     )
     return np.array(encoding["input_ids"], np.int64), np.array(encoding["assistant_masks"], bool)
+
+
+def with_marks(value: Any, place: str, marks: list[str]) -> Any:
+    """Returns a part of a conversation with a mark at the end of each text that is to be printed.
+
+    The mark tells a short text from the template's own. The texts, which are added to `marks`, are
+    without white space, which templates trim, and without what JSON escapes.
+    """
+    if isinstance(value, dict):
+        return {key: with_marks(part, f"{place}.{key}", marks) for key, part in value.items()}
+    if isinstance(value, list):
+        return [with_marks(part, place, marks) for part in value]
+    if value and isinstance(value, str) and MARKED.fullmatch(place):
+        value = f"{ESCAPED.sub('', value)}\ue000{len(marks)}\ue000"
+        marks.append(value)
+    return value
 
 
 def training_template(tokenizer: "PreTrainedTokenizerBase") -> str | None:
@@ -70,21 +94,24 @@ def _marking_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> st
 
 
 def answer_pieces(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]]
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict] | None,
 ) -> list[dict[str, str]]:
     """Returns a conversation's text in the tokenizer's chat template, as messages for `PIECES`.
 
     An answer is the text that the template adds to the prompt before it, up to the end of the turn.
     Raises `ValueError` if the prompt or the turn is not a prefix of the conversation.
     """
-    whole = _render(tokenizer, messages, tokenize=False)
+    render = functools.partial(_render, tokenizer, tools=tools, tokenize=False)
+    whole = render(messages)
     end = 0
     pieces = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = _render(tokenizer, messages[:number], tokenize=False, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: number + 1], tokenize=False)
+        before = render(messages[:number], add_generation_prompt=True)
+        after = render(messages[: number + 1])
         if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(
                 "the chat template renders a turn differently when another turn follows"
@@ -136,7 +163,10 @@ def prompt_tokens(
 
 
 def _render(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Mapping[str, str]], **options: Any
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict] | None = None,
+    **options: Any,
 ) -> Any:
     """Returns the chat template's encoding of a conversation, a mapping to lists of integers.
 
@@ -144,6 +174,7 @@ def _render(
     """
     return tokenizer.apply_chat_template(
         [dict(message) for message in messages],
+        tools=tools,
         return_dict=True,
         tokenizer_kwargs={"verbose": False},  # no warning of more tokens than positions
         **options,

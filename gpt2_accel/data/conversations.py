@@ -21,9 +21,9 @@ import numpy as np
 
 from gpt2_accel.data.chat_tokens import conversation_tokens, training_template
 from gpt2_accel.data.documents import HELD_OUT, fitting_share, text_digest
-from gpt2_accel.data.messages import EMPTY, EQUAL, Problem, read_messages, read_pair
+from gpt2_accel.data.messages import EMPTY, EQUAL, Message, Problem, read_messages, read_pair
 from gpt2_accel.data.prepare import make_data, plan_of
-from gpt2_accel.data.rows import read_rows
+from gpt2_accel.data.rows import read_rows, row_suffix
 from gpt2_accel.data.shards import (
     COUNTS,
     PACKED_VERSION,
@@ -35,7 +35,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.rounding import round_up
-from gpt2_accel.runtime.files import first_line
+from gpt2_accel.runtime.files import first_line, parse_json
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 
@@ -187,11 +187,14 @@ def encode_files(
             try:
                 if row is None:
                     raise Problem(EMPTY)
+                if row_suffix(path) in (".parquet", ".arrow"):
+                    row = without_nulls(row)
                 if pairs:
                     item, prompt = encode_pair(tokenizer, special, row, place)
                 else:
                     prompt, counted = read_messages(row, place)
-                    item = [encode_messages(tokenizer, special, prompt, counted)]
+                    tools = row.get("tools")
+                    item = [encode_messages(tokenizer, special, prompt, counted, tools)]
                 if max(map(len, item)) > longest:
                     if not cut:
                         raise Problem(TOO_LONG.format(longer))
@@ -211,16 +214,24 @@ def encode_files(
     return items, np.array(keys, np.uint64), problems
 
 
+def without_nulls(value: Any) -> Any:
+    """Returns a row of a table without nulls: each struct has the fields of all of its column."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
+
+
 def encode_pair(
     tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
-) -> tuple[list[np.ndarray], list[dict[str, str]]]:
+) -> tuple[list[np.ndarray], list[Message]]:
     """Returns the tokens of the chosen and the rejected conversation, and the prompt's messages.
 
     Only the last answers count. Raises `ValueError` for a row of another form, and `Problem`.
     """
     pair = read_pair(row, place)
+    counted = [False] * (len(pair[0]) - 1) + [True]
     item = [
-        encode_messages(tokenizer, special, messages, [False] * (len(messages) - 1) + [True])
+        encode_messages(tokenizer, special, messages, counted, row.get("tools"))
         for messages in pair
     ]
     if np.array_equal(item[0], item[1]):  # a template trims spaces
@@ -231,23 +242,27 @@ def encode_pair(
 def encode_messages(
     tokenizer: "PreTrainedTokenizerBase",
     special: re.Pattern,
-    messages: list[dict[str, str]],
+    messages: list[Message],
     counted: list[bool],
+    tools: list[dict] | str | None = None,
 ) -> np.ndarray:
     """Returns the tokens of messages with their bits, (n,) uint32.
 
-    `counted` says which messages may count. `special` matches what a message must not contain.
+    `counted` says which messages may count. `special` matches what messages and tools, JSON schemas
+    or their JSON, must not contain.
     A line end after the end of a turn does not count. Raises `Problem`, also if some
     answers do not count and the template does not mark each answer by itself.
     """
-    if any(special.search(message["content"]) for message in messages):
+    if special.search(json.dumps([messages, tools], ensure_ascii=False)):
         raise Problem(SPECIAL)
     roles = np.array([message["role"] for message in messages])
     answers = np.array(counted)[roles == "assistant"]
     if not answers.any():
         raise Problem(NO_ANSWER)
     try:
-        ids, counts = conversation_tokens(tokenizer, messages)
+        if isinstance(tools, str):
+            tools = parse_json(tools or "null")
+        ids, counts = conversation_tokens(tokenizer, messages, tools or None)
     except Exception as error:  # templates and tokenizers raise many types
         raise Problem(f"{REFUSED} ({first_line(error)})") from error
     runs = marked_runs(counts)

@@ -1,11 +1,13 @@
 """Documents, where a text may be cut, and which documents are held out for validation."""
 
+import gzip
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -73,6 +75,17 @@ def last_part(row: str | np.ndarray) -> int:
 # Cutting a text
 
 
+def open_text(path: Path) -> BinaryIO:
+    """Opens a file of text for reading bytes, and decompresses `.gz`."""
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+
+
+def text_size(path: Path) -> int:
+    """Returns the bytes of a file of text, decompressed."""
+    with open_text(path) as file:
+        return file.seek(0, os.SEEK_END)
+
+
 def separator_pattern(separators: Iterable[str]) -> re.Pattern:
     """Returns a pattern of a line, with its end, that is one of the texts; nothing else matches."""
     lines = "|".join(map(re.escape, separators)) or "(?!)"
@@ -120,8 +133,8 @@ def next_cut(path: Path, offset: int, separator: re.Pattern) -> int:
     It looks at one megabyte. If it has no separator, or less than `FEWEST` of the file follows it,
     this is the first end of a word; without one the next character.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    size = text_size(path)
+    with open_text(path) as file:
         file.seek(offset)
         text = file.read(CHUNK).decode("utf-8", "surrogateescape")
     match = separator.search(text, 1)  # 0 may be within a line

@@ -13,15 +13,18 @@
 |                           | optionally `prompt`                                                 |
 
 A row with several forms is read in the first of them. A field `system` or `system_prompt` is the
-system message. A text that begins with an empty line and "Human:" is a transcript, as in
-Anthropic's pairs; "Human:" and "Assistant:" after empty lines begin its messages.
+system message, `tools` has the JSON schemas of the tools. A text that begins with an empty line and
+"Human:" is a transcript, as in Anthropic's pairs; "Human:" and "Assistant:" after empty lines begin
+its messages.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from gpt2_accel.runtime.files import parse_json
 
+Message = dict[str, Any]
 ROLES = {
     "system": "system",
     "user": "user",
@@ -33,11 +36,14 @@ ROLES = {
 FORMS = """
     messages conversations prompt completion instruction question output response answer
 """.split()  # noqa: SIM905
+# Fields of a message for the chat template.
+PASSED = "tool_calls reasoning_content reasoning thinking name tool_call_id".split()  # noqa: SIM905
 # Fields of a row, a message or a part that would change a conversation if they are not empty.
 UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image
     images image_url audio audios input_audio video videos file
 """.split()  # noqa: SIM905
+TOOLS = ["tools"]  # of a row
 # The text of a list of messages.
 LISTED = re.compile(
     r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
@@ -48,8 +54,9 @@ TURNS = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?!\1)(?:Human|Assist
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
 NOT_SUPPORTED = (
-    "with a role other than system, user (human) and assistant (gpt), with tools, reasoning, a "
-    "history, images, audio, or content that is not text, which are not supported"
+    "with a role other than system, user (human), assistant (gpt) and tool, with a history, "
+    "images, audio, content that is not text, or tools and reasoning in another form, which are "
+    "not supported"
 )
 NO_LAST_ANSWER = "without a message of the assistant that counts at the end of each answer"
 NOT_ALTERNATING = "with a transcript in which one side speaks twice in a row"
@@ -64,8 +71,11 @@ class Problem(Exception):
 # Conversations
 
 
-def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool]]:
-    """Returns the messages of a row, `role` and `content`, and which of them may count in the loss.
+def read_messages(row: Any, place: str) -> tuple[list[Message], list[bool]]:
+    """Returns the messages of a row, and which of them may count in the loss.
+
+    A message has `role`, `content`, which is "" for null, and the fields of `PASSED` that are not
+    empty.
 
     Messages of a prompt do not count, nor do those with a `weight` of 0. System messages without
     text are dropped. Raises `ValueError` for a row in none of the forms, or with a `weight` other
@@ -83,15 +93,16 @@ def read_messages(row: Any, place: str) -> tuple[list[dict[str, str]], list[bool
             role = role_of(message)
             content = text_of(message.get("content") or message.get("value"))
             weight = message.get("weight")
-            check_supported(row)
-            check_supported(message)
+            check_supported(row, TOOLS)
+            check_supported(message, PASSED)
             if weight not in (None, 0, 1):
                 raise ValueError(
                     f"{place}, has a message with a weight of {weight!r}: give 1, or 0 for a "
                     "message that does not count"
                 )
-            if content.strip():
-                messages.append({"role": role, "content": content})
+            others = {name: message[name] for name in PASSED if message.get(name)}
+            if content.strip() or role == "tool" or "tool_calls" in others:
+                messages.append({"role": role, "content": content} | others)
                 counts.append(weight != 0)
             elif role != "system":
                 raise Problem(EMPTY)
@@ -169,8 +180,12 @@ def listed(value: Any) -> Any:
 
 
 def role_of(message: dict[str, Any]) -> str:
-    """Returns the role of a message, one of `ROLES`' values. Raises `KeyError` for another."""
-    return ROLES[message.get("role") or message["from"]]
+    """Returns the role of a message, tool or one of `ROLES`' values. Raises `KeyError` for another.
+
+    A tool of ShareGPT is another role: its text has the marks of one model's template.
+    """
+    role = message.get("role")
+    return role if role == "tool" else ROLES[role or message["from"]]
 
 
 def text_of(content: Any) -> str:
@@ -189,16 +204,16 @@ def text_of(content: Any) -> str:
     return text
 
 
-def check_supported(fields: dict) -> None:
+def check_supported(fields: dict, allowed: Sequence[str] = ()) -> None:
     """Raises `Problem` if a row, a message or a part has a field that is not supported."""
-    if any(fields.get(name) for name in UNSUPPORTED):
+    if any(fields.get(name) for name in UNSUPPORTED if name not in allowed):
         raise Problem(NOT_SUPPORTED)
 
 
 # Pairs of answers
 
 
-def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+def read_pair(row: Any, place: str) -> tuple[list[Message], list[Message]]:
     """Returns the messages of the chosen and of the rejected conversation.
 
     They differ only in the last message, an answer of the assistant. Raises `ValueError` for a row
@@ -216,14 +231,14 @@ def read_pair(row: Any, place: str) -> tuple[list[dict[str, str]], list[dict[str
     return chosen, rejected
 
 
-def read_answer(row: dict, name: str, place: str) -> list[dict[str, str]]:
+def read_answer(row: dict, name: str, place: str) -> list[Message]:
     """Returns the messages of the conversation that ends with the answer `name`.
 
     Raises `ValueError` without a prompt or for a row of another form, and `Problem` if the last
     message is not an answer that counts, or if a full conversation does not begin with the row's
     `prompt`.
     """
-    check_supported(row)
+    check_supported(row, TOOLS)
     answered, counts = read_messages({"messages": as_messages(row[name], "assistant")}, place)
     if not answered or answered[-1]["role"] != "assistant" or not counts[-1]:
         raise Problem(NO_LAST_ANSWER)

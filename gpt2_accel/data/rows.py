@@ -1,6 +1,7 @@
-"""Rows of files, local or remote, in order: JSON and Parquet."""
+"""Rows of files, local or remote, in order: JSON, Parquet, CSV, and Arrow as datasets saves it."""
 
 import codecs
+import csv
 import io
 import os
 import re
@@ -14,7 +15,8 @@ from gpt2_accel.data.documents import CHUNK
 from gpt2_accel.runtime.files import check_pointer, first_line, parse_json
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet")  # a suffix of COMPRESSED may follow
+# A suffix of COMPRESSED may follow.
+ROW_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv", ".arrow")
 ROWS_AT_ONCE = 256  # rows of a Parquet file that are decoded together
 
 
@@ -60,13 +62,21 @@ def open_file(path: str | zipfile.Path) -> io.BufferedReader:
 def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
-    With `column`, rows of Parquet have that column only. A file of JSON has a row per line, or is
-    one array of rows, or one row over several lines. Raises `ValueError` if the file cannot be
-    read, for a line that is not JSON in UTF-8, and for Parquet without the column.
+    With `column`, rows of Parquet have that column only. All values of CSV are texts. A file of
+    JSON has a row per line, or is one array of rows, or one row over several lines. Raises
+    `ValueError` if the file cannot be read, for a line that is not JSON in UTF-8, and for Parquet
+    without the column.
     """
     check_pointer(str(path))
-    if row_suffix(path) == ".parquet":
+    suffix = row_suffix(path)
+    if suffix == ".parquet":
         yield from parquet_rows(path, column)
+        return
+    if suffix in (".csv", ".arrow"):
+        with reading(str(path)), open_file(path) as file:
+            rows = csv_rows(file) if suffix == ".csv" else arrow_rows(file)
+            for number, value in enumerate(rows):
+                yield value, f"{path}, row {number:,}"
         return
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
@@ -96,6 +106,27 @@ def read_lines(path: str | zipfile.Path) -> Iterator[bytes]:
             yield file.read()
         else:
             yield from file
+
+
+def csv_rows(file: io.BufferedReader) -> Iterator[dict]:
+    """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header."""
+    csv.field_size_limit(2**31 - 1)  # the default refuses long texts
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    for row in reader:
+        if None in row or None in row.values():
+            raise ValueError(
+                f"line {reader.line_num:,} has more or fewer values than the header: put quotes "
+                "around values with commas"
+            )
+        yield row
+
+
+def arrow_rows(file: io.BufferedReader) -> Iterator[dict]:
+    """Yields the rows of a stream of Arrow."""
+    from pyarrow.ipc import open_stream
+
+    for batch in open_stream(file):
+        yield from batch.to_pylist()
 
 
 def parquet_rows(path: str | zipfile.Path, column: str) -> Iterator[tuple[Any, str]]:

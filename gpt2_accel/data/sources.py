@@ -1,6 +1,7 @@
 """Sources of text: plain text files, files of rows, data sets of the Hub, texts in memory."""
 
 import codecs
+import gzip
 import itertools
 import os
 import re
@@ -21,16 +22,20 @@ from gpt2_accel.data.documents import (
     fitting_share,
     last_part,
     next_cut,
+    open_text,
     separated,
     separator_pattern,
     split_of,
     text_digest,
+    text_size,
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
 from gpt2_accel.runtime.files import check_pointer, first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, text_separators
 
-NOT_TEXT = {".csv", ".tsv", ".ipynb"}  # not read; their syntax is not text
+NOT_TEXT = {".tsv", ".ipynb"}  # not read; their syntax is not text
+# What `save_to_disk` of datasets writes beside its files of rows.
+SAVED = {"state.json", "dataset_info.json", "dataset_dict.json"}
 COMPRESSION = {".parquet": 2, ".gz": 3, ".zst": 3, ".bz2": 4}  # approximate factors
 SAMPLED_ROWS = 2000  # rows sampled to decide how rows are held out
 SECONDS_TO_ANSWER = 8
@@ -74,7 +79,7 @@ def text_file(path: Path, split: str | None, separator: re.Pattern) -> Source:
     Without a `split` the last `VAL_SHARE` of the file is for validation.
     """
     check_pointer(path)
-    size = path.stat().st_size
+    size = text_size(path)
     state = state_of(str(path))
 
     def documents() -> Iterator[Document]:
@@ -95,7 +100,7 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
     A part ends at the end of a line, or is a piece of a line of more than `CHUNK` bytes. Raises
     `ValueError` if it is not UTF-8.
     """
-    with reading(str(path)), open(path, "rb") as file:
+    with reading(str(path)), open_text(path) as file:
         file.seek(start)
 
         def block() -> bytes:
@@ -187,7 +192,7 @@ def corpus_files(
         else:
             split = split_of(name)
             splits[path] = split
-            sizes[split] += path.stat().st_size
+            sizes[split] += text_size(path)
     if not fitting_share(sizes["val"], sum(sizes.values())):
         splits = dict.fromkeys(splits)
     lines = text_separators(tokenizer) if separator is None else filter(None, [separator])
@@ -271,16 +276,11 @@ def find_files(
                 path = Path(parent, name)
                 if name[0] != "." and path.match(pattern or "*"):
                     paths.append(path)
-    for path in paths:
-        if path.suffix == ".arrow" and path.with_name("state.json") in paths:
-            raise ValueError(
-                f"{path.parent} was written by save_to_disk of datasets: write it as Parquet, by "
-                "load_from_disk(FOLDER).to_parquet(FILE)"
-            )
+    skipped = SAVED if any(path.suffix == ".arrow" for path in paths) else ()
     taken = {}
     left_out = []
     for path in sorted(paths):
-        if path.is_file() and accepts(path):
+        if path.is_file() and path.name not in skipped and accepts(path):
             taken[path] = path.relative_to(source).as_posix() if path != source else path.name
         else:
             left_out.append(path.name)
@@ -300,11 +300,11 @@ def is_text(path: Path) -> bool:
         return True
     if path.suffix.lower() in NOT_TEXT:
         return False
-    with open(path, "rb") as file:
-        start = file.read(CHUNK)
     try:
+        with open_text(path) as file:
+            start = file.read(CHUNK)
         return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, gzip.BadGzipFile):
         return False
 
 

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_accel.hf.model_card import named_card
@@ -132,14 +133,18 @@ def link(source: str | Path, target: str | Path) -> None:
         shutil.copyfile(source, target)
 
 
-def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "model") -> str:
+def push(
+    folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "model", tag: str = ""
+) -> str:
     """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the
     repository if needed.
 
-    The commit also deletes the files of `REPLACED` that the folder lacks. The client sends only
+    The commit also deletes the files of `REPLACED` that the folder lacks, and gets the name `tag`,
+    which an earlier commit may have had. The client sends only
     changed files. Tries again after an error. Raises `OSError` if the last attempt fails.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
 
     api = HfApi()
     for pause in (*PAUSES, None):
@@ -152,6 +157,10 @@ def push(folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "
                 commit_message=f"Upload the {repo_type}",
                 delete_patterns=REPLACED[repo_type],
             )
+            if tag:
+                with suppress(RevisionNotFoundError):
+                    api.delete_tag(repo_id, tag=tag)
+                api.create_tag(repo_id, tag=tag, revision=commit.oid)
             return str(commit.repo_url)
         except Exception as error:  # the client or its HTTP library raises many types
             if pause is None:

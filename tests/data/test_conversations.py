@@ -154,6 +154,9 @@ UNPRINTED = [
     [*ASKED, SYSTEM, *ASKED],
     [SYSTEM, *ASKED, SYSTEM, *ASKED],
     [ASKED[0], {"role": "assistant", "content": "<think>Hm.</think>So."}],
+    [ASKED[0], ASKED[1] | {"reasoning_content": "Hm."}],
+    [ASKED[0], ASKED[1] | {"tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]}],
+    [ASKED[0], {"role": "tool", "content": None}, ASKED[1] | {"tool_calls": [{"name": "look"}]}],
 ]
 
 

@@ -1,5 +1,6 @@
 """The chat template, its tokens and their rows, and what reads a directory with them."""
 
+import json
 import shutil
 import sys
 
@@ -12,6 +13,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import EvalLoader
+from gpt2_accel.data.shards import COUNTS, TOKEN_ID
 from gpt2_accel.data.source import open_data
 from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
@@ -81,16 +83,15 @@ def test_instruct_models_keep_their_templates(family, tmp_path):
     assert tokenizer.convert_tokens_to_ids(end) in ends
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_labels_are_those_of_sft_trainer(family, tmp_path, monkeypatch):
-    instruct_model(family, tmp_path / "base")
+def by_sft_trainer(base, rows, tmp_path, monkeypatch):
+    """Returns the rows of TRL's SFTTrainer, with input_ids and labels."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     reset_accelerate()
     trainer = trl.SFTTrainer(
-        str(tmp_path / "base"),
+        str(base),
         trl.SFTConfig(
             str(tmp_path / "out"),
             assistant_only_loss=True,
@@ -98,13 +99,107 @@ def test_labels_are_those_of_sft_trainer(family, tmp_path, monkeypatch):
             bf16=False,
             report_to=[],
         ),
-        train_dataset=Dataset.from_list([{"messages": MESSAGES}]),
-        processing_class=load_tokenizer(tmp_path / "base"),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=load_tokenizer(base),
     )
-    [row] = trainer.train_dataset
+    return list(trainer.train_dataset)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_labels_are_those_of_sft_trainer(family, tmp_path, monkeypatch):
+    instruct_model(family, tmp_path / "base")
+    [row] = by_sft_trainer(tmp_path / "base", [{"messages": MESSAGES}], tmp_path, monkeypatch)
     ids, counts = conversation_tokens(chat_tokenizer(tmp_path / "base"), MESSAGES)
     assert row["input_ids"] == ids.tolist()
     assert row["labels"] == np.where(counts, ids, -100).tolist()
+
+
+def call(city):
+    function = {"name": "weather", "arguments": {"city": city, "days": 2}}
+    return {"id": f"call of {city}", "type": "function", "function": function}
+
+
+ASKED = {"role": "user", "content": "Rain in Bergen?"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": 'Rain, or "dry".'}}]
+TOOL_ROWS = [
+    [
+        {"role": "system", "content": "Be kind."},
+        ASKED,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "I look.",
+            "tool_calls": [call("Bergen"), call('"Oslo"\n')],
+        },
+        {"role": "tool", "content": '{"rain": true}', "name": "weather"},
+        {"role": "tool", "content": "dry", "name": "weather"},
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "It says so."},
+        {"role": "user", "content": "And tomorrow?"},
+        {"role": "assistant", "content": "I look again.", "tool_calls": [call("Bergen")]},
+    ],
+    [ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "It always rains."}],
+    [ASKED, {"role": "assistant", "content": "<think>\nIt rains.\n</think>\n\nYes."}],
+]
+
+
+def windows(folder):
+    """Yields the token ids of each window of both splits, and the labels."""
+    data = open_data(folder)
+    for (stream, _), *_ in (data.split("train"), data.split("val")):
+        for words in stream.read(0, stream.tokens).reshape(-1, stream.sequence_length):
+            ids = words & TOKEN_ID
+            yield ids.tolist(), np.where(words & COUNTS, ids, -100).tolist()
+
+
+def test_a_pair_prefers_a_call(tmp_path):
+    instruct_model("qwen3", tmp_path / "base")
+    answers = {"chosen": [TOOL_ROWS[0][2]], "rejected": "I do not know."}
+    rows = [{"prompt": f"Rain in {city}?", "tools": TOOLS, **answers} for city in ("Rome", "Lima")]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    tokenizer = chat_tokenizer(tmp_path / "base")
+    prepare_conversations(
+        [str(file)], tokenizer, tmp_path / "data", sequence_length=1024, pairs=True,
+        source="made up", model="u/n",
+    )  # fmt: skip
+    for ids, labels in windows(tmp_path / "data"):
+        counted = [
+            tokenizer.decode([label for label in labels[half] if label >= 0])
+            for half in (slice(1024), slice(1024, None))
+        ]
+        assert "weather" in tokenizer.decode(ids[1024:])
+        assert counted[0].startswith("<think>\nI look.\n</think>\n\n<tool_call>\n")
+        assert counted[1] == "<think>\n\n</think>\n\nI do not know.<|im_end|>"
+
+
+def test_calls_and_reasoning_have_the_labels_of_sft_trainer(tmp_path, monkeypatch):
+    """Thinking, calls and answers count, the tool's messages do not; nor does a last line end."""
+    instruct_model("qwen3", tmp_path / "base")
+    rows = [{"messages": row, "tools": json.dumps(TOOLS)} for row in TOOL_ROWS]
+    rows += [{"messages": row, "tools": "[]"} for row in TOOL_ROWS[1:]]
+    file = write_lines(tmp_path / "rows.jsonl", rows)
+    tokenizer = chat_tokenizer(tmp_path / "base")
+    prepare_conversations(
+        [str(file)], tokenizer, tmp_path / "data", sequence_length=2048, packed=False,
+        source="made up", model="u/n",
+    )  # fmt: skip
+    actual = list(windows(tmp_path / "data"))
+    expected = []
+    for row in by_sft_trainer(tmp_path / "base", rows, tmp_path, monkeypatch):
+        ids = np.array(row["input_ids"])
+        labels = np.array(row["labels"])
+        labels[1:][ids[:-1] == tokenizer.eos_token_id] = -100
+        padding = 2048 - len(ids)
+        expected.append(
+            (
+                np.pad(ids, (0, padding), constant_values=tokenizer.pad_token_id).tolist(),
+                np.pad(labels, (0, padding), constant_values=-100).tolist(),
+            )
+        )
+        if not expected[1:]:
+            text = tokenizer.decode(labels[labels >= 0])
+            assert text.startswith("<think>\nI look.\n</think>\n\n<tool_call>\n")
+            assert "dry" not in text
+    assert sorted(actual) == sorted(expected)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
