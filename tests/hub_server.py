@@ -49,6 +49,7 @@ class Hub(ThreadingHTTPServer):
         commits = self.repos[repo_id]["commits"]
         if name == "main":
             return commits[-1]
+        name = self.repos[repo_id].get("tags", {}).get(name, name)
         return next((commit for commit in commits if commit[0] == name), None)
 
 
@@ -62,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.route()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def route(self):
         path = unquote(urlsplit(self.path).path)
@@ -161,6 +162,19 @@ class Handler(BaseHTTPRequestHandler):
         url = f"{self.server.url}/{repo_id}/commit/{sha}"
         self.answer(200, {"success": True, "commitUrl": url, "commitOid": sha})
 
+    def tag(self, body, repo_id, name):
+        tags = self.server.repos[repo_id].setdefault("tags", {})
+        if self.command == "DELETE":
+            if name not in tags:
+                return self.not_found("RevisionNotFound")
+            del tags[name]
+            return self.answer(200, {})
+        new = json.loads(body)["tag"]
+        if new in tags:
+            return self.answer(409, {"error": "exists"})
+        tags[new] = name
+        self.answer(200, {})
+
     def info(self, _body, repo_id, revision=None):
         if repo_id not in self.server.repos:
             return self.not_found("RepoNotFound")
@@ -225,6 +239,7 @@ ROUTES = [
     (rf"{API}/preupload/([^/]+)", Handler.preupload),
     (rf"(?:/datasets)?/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     (rf"{API}/commit/([^/]+)", Handler.commit),
+    (rf"{API}/tag/([^/]+)", Handler.tag),
     (API, Handler.info),
     (rf"{API}/revision/([^/]+)", Handler.info),
     (rf"{API}/tree/([^/]+)(?:/(.+))?", Handler.tree),

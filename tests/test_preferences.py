@@ -125,9 +125,9 @@ def by_trl(trl, start, rows, losses, folder):
         AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in range(2)
     )
     options = trl.DPOConfig(
-        str(folder), beta=BETA, loss_type=[*losses], loss_weights=[*losses.values()], learning_rate=3e-4,
-        lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-        max_steps=20, per_device_train_batch_size=4, max_length=None, bf16=False,
+        str(folder), beta=BETA, loss_type=[*losses], loss_weights=[*losses.values()],
+        learning_rate=3e-4, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0,
+        max_grad_norm=1.0, max_steps=20, per_device_train_batch_size=4, max_length=None, bf16=False,
         gradient_checkpointing=False, logging_steps=1, report_to=[], use_cpu=True,
         train_sampling_strategy="sequential", save_strategy="no",
     )  # fmt: skip
@@ -191,7 +191,7 @@ def test_twenty_updates_equal_trl(pairs, start, losses, tmp_path):
     for processes, size in SHAPES:
         folder = tmp_path / f"{processes}-{size}"
         changes = {"data_dir": pairs, "micro_batch_size": size, "nll": losses.get("sft", 0)}
-        changes |= {"loss_type": [*losses][0]} | PARITY
+        changes |= {"loss_type": next(iter(losses))} | PARITY
         flags = settings(start, folder, **changes)
         if processes == 1:
             run_recipe("chat_dpo", *flags)

@@ -27,7 +27,7 @@ PIECES = (
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
-    tools: list[dict] | None = None,
+    tools: list[Any] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns token ids of a conversation, (n,) int64, and a mask of assistant tokens, (n,) bool.
 
@@ -96,7 +96,7 @@ def _marking_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> st
 def answer_pieces(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
-    tools: list[dict] | None,
+    tools: list[Any] | None,
 ) -> list[dict[str, str]]:
     """Returns a conversation's text in the tokenizer's chat template, as messages for `PIECES`.
 
@@ -165,7 +165,7 @@ def prompt_tokens(
 def _render(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
-    tools: list[dict] | None = None,
+    tools: list[Any] | None = None,
     **options: Any,
 ) -> Any:
     """Returns the chat template's encoding of a conversation, a mapping to lists of integers.

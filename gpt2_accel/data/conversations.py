@@ -244,7 +244,7 @@ def encode_messages(
     special: re.Pattern,
     messages: list[Message],
     counted: list[bool],
-    tools: list[dict] | str | None = None,
+    tools: Any = None,
 ) -> np.ndarray:
     """Returns the tokens of messages with their bits, (n,) uint32.
 

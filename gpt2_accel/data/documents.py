@@ -5,9 +5,10 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from itertools import chain, groupby
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def last_part(row: str | np.ndarray) -> int:
 # Cutting a text
 
 
-def open_text(path: Path) -> BinaryIO:
+def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
     """Opens a file of text for reading bytes, and decompresses `.gz`."""
     return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
 

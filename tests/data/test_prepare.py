@@ -1,6 +1,7 @@
 """Preparation of text into shards: sources, kills, full disks and wrong inputs."""
 
 import bz2
+import csv
 import gzip
 import itertools
 import json
@@ -13,6 +14,7 @@ import pyarrow.parquet
 import pytest
 from accelerate import Accelerator
 from conftest import WORDS, long, make_text, refused, run_recipe, write_lines
+from datasets import Dataset
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
@@ -82,7 +84,9 @@ def corpus(tmp_path):
     folder = tmp_path / "corpus"
     (folder / "sub").mkdir(parents=True)
     for i, text in enumerate(texts):
-        (folder / f"sub/{i:03d}.{('txt', 'md', 'py')[i % 3]}").write_bytes(text.encode())
+        suffix = ("txt", "md", "txt.gz")[i % 3]
+        data = gzip.compress(text.encode()) if ".gz" in suffix else text.encode()
+        (folder / f"sub/{i:03d}.{suffix}").write_bytes(data)
     (folder / "a.jsonl").write_text(json_lines(texts))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts).encode()))
     with pyarrow.output_stream(str(folder / "c.jsonl.zst"), compression="zstd") as file:
@@ -91,6 +95,9 @@ def corpus(tmp_path):
     (folder / "e.JSON").write_text(json.dumps([{"text": text} for text in texts]))
     (folder / "f.json.GZ").write_bytes(gzip.compress(json_lines(texts).encode()))
     (folder / "g.ndjson.bz2").write_bytes(bz2.compress(json_lines(texts).encode()))
+    with open(folder / "h.csv", "w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["text", "id"], *([text, i] for i, text in enumerate(texts))])
+    Dataset.from_dict({"text": texts}).save_to_disk(folder / "i", num_shards=2)
     return folder, texts
 
 
@@ -131,12 +138,12 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(
 
     train, val = everything_in(tmp_path / "many")
     assert [train, val] == everything_in(tmp_path / "one")
-    assert sorted(train + val) == sorted(texts * 8)
+    assert sorted(train + val) == sorted(texts * 10)
     assert 30 < len(val) < 150
     # Equal rows share a split, in every format.
     rows = [text for text in texts if held_out(text)]
-    assert all(val.count(text) in (7, 8) for text in rows)
-    assert len(val) <= 7 * len(rows) + 20
+    assert all(val.count(text) in (9, 10) for text in rows)
+    assert len(val) <= 9 * len(rows) + 20
 
 
 def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
@@ -148,7 +155,7 @@ def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
     (folder / "old.txt").write_bytes("Äpfel und Öl".encode("latin1"))
     (folder / "linked").symlink_to(tmp_path)
     (folder / "broken.txt").symlink_to("nowhere")
-    (folder / "table.csv").write_text("text\na\n")
+    (folder / "table.tsv").write_text("text\na\n")
     args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "d")
     run_recipe("prepare_data", *args)
     assert "took 3 files; left out 4" in capsys.readouterr().err

@@ -77,7 +77,9 @@ def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
         done = command(*arguments)
         return done.stdout + done.stderr
 
+    server.repos[REPO] = {"private": True, "commits": [("c" * 40, {})], "tags": {"step4": "c" * 40}}
     settings = {"push_to_hub": REPO, "hub_strategy": "checkpoint", "save_every": 4}
+    settings |= {"hub_revisions": True}
     # The learning rate of a run ends with max_steps, so a run to be continued keeps it constant.
     settings |= {"lr_schedule": "constant", "eval_every": 4}
     config = tiny("run", **settings)
@@ -110,17 +112,22 @@ def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
     script.write_text(card.split("```python\n")[1].split("```")[0])
     assert succeed(script).startswith("Hi")
 
+    # Each checkpoint is a revision with the position in the data; an earlier run had step4 too.
+    for step in (4, 8):
+        _, files = server.revision(REPO, f"step{step}")
+        state = json.loads(files["state.json"])
+        assert (state["step"], state["position"]["sequences"]) == (step, 4 * step)
+
     # A resume from the Hub gives the losses of an uninterrupted run.
-    changes = settings | {"max_steps": 12, "push_to_hub": None}
-    config = tiny("elsewhere", resume_from=REPO, **changes)
+    changes = settings | {"max_steps": 12, "push_to_hub": None, "hub_revisions": False}
+    config = tiny("elsewhere", resume_from=f"{REPO}@step4", **changes)
     succeed(SCRIPT, *as_flags(config))
     continued = metrics(tmp_path / "elsewhere")
     uninterrupted = run(tiny("whole", **changes))
-    assert losses(continued) == pytest.approx(losses(uninterrupted)[8:], abs=1e-6)
+    assert losses(continued) == pytest.approx(losses(uninterrupted)[4:], abs=1e-6)
 
     # A fine-tuning run starts from a revision, and its model is pushed by the recipe.
-    revision = f"{REPO}@{server.repos[REPO]['commits'][-1][0]}"
-    config = tiny("tuned", init_from=revision)
+    config = tiny("tuned", init_from=f"{REPO}@step8")
     succeed(SCRIPT, *as_flags(config))
     tuned = metrics(tmp_path / "tuned")
     assert tuned[0]["train/loss"] < 4  # not a new model's 5.5
