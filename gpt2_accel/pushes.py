@@ -68,7 +68,8 @@ class Pushes(AbstractContextManager):
     def on_save(self, run: Run, path: Path) -> None:
         config = run.config
         if self.run is not None and (config.hub_strategy != "end" or config.hub_revisions):
-            self.push(run, path, path, f"step{run.step}" if config.hub_revisions else "")
+            tag = path.name.replace("checkpoint-", "step") if config.hub_revisions else ""
+            self.push(run, path, path, tag)
 
     def on_train_end(self, run: Run, finished: bool) -> None:
         if self.run is None or not finished:

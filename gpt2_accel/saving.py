@@ -124,7 +124,9 @@ def save(run: Run, *, again: bool = False) -> None:
     """
     run.wants_save = False
     run.save_requested = False
-    failed = on_main_process(lambda: end_write(run))
+    failed, written = on_main_process(lambda: end_write(run))
+    if written:  # only now, and no update has told the callbacks
+        report_save(run)
     if run.step == run.saved_step and not (failed or again):
         return
     metrics = run.run_dir / "metrics.jsonl"
@@ -140,8 +142,9 @@ def save(run: Run, *, again: bool = False) -> None:
     run.saved_step = run.step
 
 
-def end_write(run: Run) -> bool:
-    """Waits for the previous checkpoint. Returns whether it could not be written."""
+def end_write(run: Run) -> tuple[bool, bool]:
+    """Waits for the previous checkpoint. Returns whether it could not be written, and whether it is
+    written and the callbacks do not know it."""
     run.status.write()
     if run.status.lost:
         raise OSError(
@@ -149,7 +152,8 @@ def end_write(run: Run) -> bool:
             "trains there now: put it back and start the same command again, or choose another "
             "--output_dir"
         )
-    return run.writer.join() is not None
+    failed = run.writer.join() is not None
+    return failed, run.writer.written is not None
 
 
 def report_save(run: Run) -> None:

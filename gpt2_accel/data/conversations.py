@@ -188,7 +188,7 @@ def encode_files(
                 if row is None:
                     raise Problem(EMPTY)
                 if row_suffix(path) in (".parquet", ".arrow"):
-                    row = without_nulls(row)
+                    row = json.loads(json.dumps(row, default=str), object_pairs_hook=without_nulls)
                 if pairs:
                     item, prompt = encode_pair(tokenizer, special, row, place)
                 else:
@@ -214,11 +214,9 @@ def encode_files(
     return items, np.array(keys, np.uint64), problems
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns a row of a table without nulls: each struct has the fields of all of its column."""
-    if isinstance(value, dict):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [*map(without_nulls, value)] if isinstance(value, list) else value
+def without_nulls(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a struct that are not null: in a table each has those of all others."""
+    return {name: value for name, value in fields if value is not None}
 
 
 def encode_pair(

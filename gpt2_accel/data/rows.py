@@ -74,8 +74,8 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
         return
     if suffix in (".csv", ".arrow"):
         with reading(str(path)), open_file(path) as file:
-            rows = csv_rows(file) if suffix == ".csv" else arrow_rows(file)
-            for number, value in enumerate(rows):
+            read = csv_rows if suffix == ".csv" else arrow_rows
+            for number, value in enumerate(read(file)):
                 yield value, f"{path}, row {number:,}"
         return
     for number, line in enumerate(read_lines(path), 1):
