@@ -192,8 +192,6 @@ class TrainConfig:
             fraction="min_lr_ratio decay_share",
             below_one="beta1 beta2 dropout lora_dropout",
         )
-        if self.hub_revisions and not self.push_to_hub:
-            raise ValueError("hub_revisions needs a repository: give --push_to_hub USER/NAME")
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
         name = self.architecture

@@ -75,10 +75,10 @@ class Preferences:
         """
         logs, tokens, balance = answer_log_probabilities(model, batch, self.trim)
         nats = -logs[:, 0]
-        chosen_tokens: Any = tokens[:, 0]
+        size: Any = tokens[:, 0]
         if batch.numbers is not None:  # None in a trial of the memory
             if model.training and self.nll:
-                chosen_tokens = self.chosen_tokens()
+                size = self.chosen_tokens()
             split = "train" if model.training else "val"
             logs = logs - self.reference[split][batch.numbers]
         rewards = self.beta * logs
@@ -93,7 +93,7 @@ class Preferences:
             "reward_rejected": rejected,
         }
         if self.nll:
-            figures["nll"] = nats / chosen_tokens
+            figures["nll"] = nats / size
             figures["loss"] = figures["loss"] + self.nll * figures["nll"]
         if balance is not None:
             added, figures["aux_loss"] = balance
@@ -102,10 +102,9 @@ class Preferences:
 
     def chosen_tokens(self) -> float:
         """Returns the mean number of tokens of the chosen answers of this update's pairs."""
-        loader = self.run.train_loader
-        schedule = self.run.schedule
-        step = self.run.step
-        samples = loader.samples(schedule.first(step), schedule.sequences(step))
+        run = self.run
+        loader = run.train_loader
+        samples = loader.samples(run.schedule.first(run.step), run.schedule.sequences(run.step))
         targets = loader.read(samples).targets[:, : loader.sequence_length // 2]
         return int((targets != -100).sum()) / len(samples)
 

@@ -90,14 +90,15 @@ class Pushes(AbstractContextManager):
             stage(directory, folder, self.repo_id)
             if run.config.hub_strategy == "checkpoint":
                 shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
-            if run.config.hub_revisions:
+            if tag:
                 link(checkpoint / STATE / "state.json", folder / "state.json")
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
             return
         self.newest = folder
-        arguments = folder, tag, self.thread
-        self.thread = threading.Thread(target=self._upload, args=arguments, daemon=True)
+        self.thread = threading.Thread(
+            target=self._upload, args=[folder, tag, self.thread], daemon=True
+        )
         self.thread.start()
 
     def _upload(self, folder: Path, tag: str, earlier: threading.Thread) -> None:

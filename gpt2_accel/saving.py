@@ -152,8 +152,7 @@ def end_write(run: Run) -> tuple[bool, bool]:
             "trains there now: put it back and start the same command again, or choose another "
             "--output_dir"
         )
-    failed = run.writer.join() is not None
-    return failed, run.writer.written is not None
+    return run.writer.join() is not None, run.writer.written is not None
 
 
 def report_save(run: Run) -> None:

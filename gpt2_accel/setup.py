@@ -70,8 +70,8 @@ def setup(
     for callback in users:
         check_callback(callback)
     parts: dict[str, Any] = {"objective": name_of(objective), "gradients": name_of(gradients)}
-    if config.push_to_hub:
-        check_push(config.push_to_hub)
+    if config.push_to_hub or config.hub_revisions:
+        check_push(config.push_to_hub or "")
     checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
     with all_or_none():
         data = find_data(config, data)

@@ -1,7 +1,6 @@
 """Sources of text: plain text files, files of rows, data sets of the Hub, texts in memory."""
 
 import codecs
-import gzip
 import itertools
 import os
 import re
@@ -192,7 +191,8 @@ def corpus_files(
         else:
             split = split_of(name)
             splits[path] = split
-            sizes[split] += text_size(path)
+            with reading(str(path)):
+                sizes[split] += text_size(path)
     if not fitting_share(sizes["val"], sum(sizes.values())):
         splits = dict.fromkeys(splits)
     lines = text_separators(tokenizer) if separator is None else filter(None, [separator])
@@ -300,11 +300,11 @@ def is_text(path: Path) -> bool:
         return True
     if path.suffix.lower() in NOT_TEXT:
         return False
+    with reading(str(path)), open_text(path) as file:
+        start = file.read(CHUNK)
     try:
-        with open_text(path) as file:
-            start = file.read(CHUNK)
         return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
-    except (UnicodeDecodeError, gzip.BadGzipFile):
+    except UnicodeDecodeError:
         return False
 
 
