@@ -78,7 +78,7 @@ def last_part(row: str | np.ndarray) -> int:
 
 def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
     """Opens a file of text for reading bytes, and decompresses `.gz`."""
-    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
 def text_size(path: Path) -> int:
