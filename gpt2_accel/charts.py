@@ -39,7 +39,7 @@ def draw_loss(run_dir: str | Path, path: str | Path) -> None:
 def outcome(lines: Sequence[Mapping], xz: float | None) -> str:
     """Returns how a run went so far, from the lines of `metrics.jsonl`: the first and the last
     training loss, or reward, and the best validation, beside `xz`, the bits per byte of `xz -9`."""
-    words = []
+    words: list[str] = []
     for name in ("train/reward", "train/loss"):
         _, y = curve_points(lines, name, "step")
         if y and not words:

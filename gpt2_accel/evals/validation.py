@@ -119,7 +119,7 @@ def describe_validation(data: Data, max_tokens: int) -> dict[str, Any]:
     about: dict[str, Any] = {"validation": f"{sizes} {tokens > max_tokens and max_tokens}"}
     if data.folder and not data.chat and 0 < tokens <= XZ_TOKENS:
         decode = data.tokenizer.decode
-        texts = [decode(s.read(0, s.tokens), skip_special_tokens=True) for s in streams]
+        texts = [str(decode(s.read(0, s.tokens), skip_special_tokens=True)) for s in streams]
         text = "".join(texts).encode()
         about["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / max(1, len(text))
     return about

@@ -108,7 +108,7 @@ def report_of(runs: list[RunFolder]) -> tuple[str, dict[str, Any]]:
     groups: dict[str, list[RunFolder]] = {}
     for run in runs:
         groups.setdefault(run.metadata.get("validation", ""), []).append(run)
-    sections = []
+    sections: list[tuple] = []
     pictures: dict[str, Any] = {}
     for group in groups.values():
         metrics = comparable(group)

@@ -24,18 +24,6 @@ def runs(data_dir, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def report_dir(runs, tmp_path_factory):
-    """The report of the two runs, with long values in their records."""
-    folder = tmp_path_factory.mktemp("report")
-    for name in ("first", "second"):
-        record = read_json(shutil.copytree(runs / name, folder / name) / "run.json")
-        record |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
-        write_json(folder / name / "run.json", record)
-    run_recipe("report", folder / "first", folder / "second", "--output_dir", folder / "out")
-    return folder / "out"
-
-
 def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
     entry = {"step": 60, "weights": "00", "precision": "no"}
