@@ -7,10 +7,11 @@ BIN := .venv/bin
 
 .PHONY: quickstart chat rl test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
 
-quickstart: .venv/installed  ## train a small model on the Python standard library
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/quickstart.py
+LAUNCH := $(BIN)/gpt2-accel launch accelerate_configs/cpu.yaml
 
-LAUNCH := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml
+quickstart: .venv/installed  ## train a small model on the Python standard library
+	$(LAUNCH) recipes/quickstart.py
+
 # The launcher's exit code is 0 after a run that a signal stopped, too.
 FINISHED := grep -q '"state": "finished"'
 
@@ -120,15 +121,20 @@ format: .venv/installed-dev  ## fix what the linter can fix
 clean:  ## remove the environment; data/ and runs/ stay
 	rm -rf .venv build site .cache *.egg-info
 
-PIP := $(BIN)/python -m pip --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+HAS_GPU := -c 'import sys; from gpt2_accel.runtime.cores import may_have_gpu; sys.exit(not may_have_gpu())'
 
-.venv/installed: setup.cfg setup.py pyproject.toml constraints.txt  # what training needs
+.venv/installed: setup.cfg setup.py pyproject.toml constraints.txt  # what training needs; TORCH=cuda: torch for GPUs in any case
 	$(PYTHON) -m venv .venv
+	@# pip's torch for Linux has CUDA. uv (18 MB) knows the index of the CPU build, unless pip has an index of its own.
+	@[ "$(TORCH)" = cuda ] || $(BIN)/python $(HAS_GPU) || $(PIP) config list | grep -q index || { \
+		$(PIP) install uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "$$(grep ^torch== constraints.txt)" \
+		|| echo "uv could not install torch for CPUs: pip installs torch with CUDA, about 3 GB"; }
 	$(PIP) install --constraint constraints.txt --editable .
 	touch $@
 
 .venv/installed-dev: .venv/installed  # what the other targets need
-	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,gguf,report,scale,serving,study,trackers]'
+	$(PIP) install --constraint constraints.txt --editable '.[chat,demo,dev,docs,gguf,scale,serving,study,trackers]'
 	touch $@
 
 .venv/llama/installed: .venv/installed-dev

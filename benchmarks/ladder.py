@@ -24,7 +24,6 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "gpt2-large": (36, 20, 1280),
     "gpt2-xl": (48, 25, 1600),
 }
-LADDER_SIZES = (*SIZES, "tiny")
 # Out-of-memory errors of torch on CUDA, torch on a CPU, Python, and the system.
 OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "MemoryError", "exit code -9")
 

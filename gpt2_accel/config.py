@@ -69,6 +69,42 @@ class ModelChoice:
     verify: bool = setting(True, "compare the model's files with their checksums first")
 
 
+@dataclass
+class Sampling:
+    """Sampling parameters.
+
+    Sample i of a prompt has its own random generator with the seed `seed` + i. Other prompts and
+    the number of samples do not change it, up to rounding, and torch's global random state is not
+    used.
+
+    `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its
+    older half, and the KV cache is computed again. `compile` is for a single sample: it takes half
+    a minute, and then a busy CPU slows it less.
+
+    Raises `ValueError` for a value out of its range.
+    """
+
+    max_new_tokens: int = setting(200, "longest continuation, in tokens")
+    temperature: float = setting(0.8, "lower is more conservative; 0 is greedy")
+    top_k: int = setting(50, "keep the k likeliest tokens; 0 keeps all")
+    top_p: float = setting(1.0, "keep the likeliest tokens that together reach this probability")
+    num_samples: int = setting(1, "continuations of each prompt")
+    seed: int = setting(1337, "same seed, same text; the second sample is the first of seed + 1")
+    stop: list[str] = setting([], "strings that end a continuation, besides <|endoftext|>")
+    compile: bool = setting(False, "compile the model: for a long text, of one sample")
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self, positive="max_new_tokens num_samples", not_negative="temperature top_k seed"
+        )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.compile and self.num_samples > 1:
+            raise ValueError("compile is for one sample: give --num_samples 1")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string: leave it out")
+
+
 # The sections of `--help`, by the first setting of each. A recipe's own settings come before them.
 SECTIONS = {
     "data_dir": "changed most often",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from gpt2_accel.charts import outcome
 from gpt2_accel.checkpoint.find import changed_files, read_status
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.config import TrainConfig
@@ -25,6 +26,7 @@ from gpt2_accel.runtime.device import device_name, peak_flops
 from gpt2_accel.runtime.files import (
     atomic_directory,
     lock_folder,
+    read_json_lines,
     remove,
     sentence,
     write_json,
@@ -33,6 +35,7 @@ from gpt2_accel.runtime.guard import Diverged
 from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import describe_run, describe_training, end_summary, start_summary
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
+from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.saving import check_problems, collect, report_save, save
 from gpt2_accel.tokenizer import load_tokenizer
 
@@ -161,6 +164,7 @@ def finish(run: Run) -> bool:
             f"checkpoint-{run.step} or an earlier one with a lower --learning_rate, or look at the "
             f"samples listed in {config.output_dir}/metrics.jsonl"
         )
+    run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
     finished = stops_early(run) or (run.step >= run.updates and not run.unevaluated)
     if stops_early(run):
@@ -175,10 +179,26 @@ def finish(run: Run) -> bool:
         if run.accelerator.is_main_process:
             run.status.end("stopped", reason, requeue=requeue)
         signals.exit_code = run.stop.exit_code
-        run.log.print_line(f"stopped ({reason}); continue with --resume_from latest")
+        run.log.print_line(f"stopped ({reason}); the same command continues (--resume_from latest)")
     call(run, "on_train_end", finished=finished)
     run.log.write()
     return finished
+
+
+def closing(run: Run) -> str:
+    """Returns how a complete run went, where its models are, and commands to use them."""
+    folder = run.run_dir
+    text = outcome(read_json_lines(folder / "metrics.jsonl"), run.metadata.get("xz_bits_per_byte"))
+    text += f"\n\nThe model is in {folder}"
+    if (folder / "best").exists():
+        text += f", that with the lowest validation loss in {folder / 'best'}"
+    prompt = [] if run.data.chat else ["--prompt", (run.config.sample_prompts or [""])[0]]
+    return (
+        f"{text}. To try it, to see how training went, and to measure it:\n"
+        f"  {recipe_command('sample', '--model', folder, *prompt)}\n"
+        f"  {recipe_command('report', folder, '--open')}\n"
+        f"  {recipe_command('evaluate', '--model', folder)}"
+    )
 
 
 def wait_for_checkpoint(run: Run) -> bool:

@@ -16,7 +16,7 @@ from gpt2_accel.data.loader import Batch, hash64
 from gpt2_accel.data.source import Data
 from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.first_model import NewModel
-from gpt2_accel.lifecycle import finish, is_complete, lock_run_dir, started
+from gpt2_accel.lifecycle import closing, finish, is_complete, lock_run_dir, started
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.optim import build_optimizer, learning_rate, set_learning_rate, set_training
 from gpt2_accel.run import (
@@ -111,6 +111,8 @@ def train(
                 with started(run):
                     run_updates(run)
                     finished = finish(run)
+            if finished and accelerator.is_main_process:
+                print(closing(run))
         close(accelerator)
     return finished
 

@@ -15,11 +15,10 @@ Expected: `train/loss` begins at ln 2 = 0.693 and falls; `train/margin` begins a
 import math
 from dataclasses import dataclass
 
-from chat_sft import ChatSFT, closing_line, fit_to_data, keep_settings, open_data
+from chat_sft import ChatSFT, fit_to_data, keep_settings, open_data
 
 from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, derived, parse_config, setting
-from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.rounding import round_up
 
 EPOCHS = 2
@@ -55,6 +54,8 @@ class ChatDPO(ChatSFT):
 def fit_to_pairs(config: ChatDPO, processes: int) -> str:
     """Sets the settings that follow from the pairs and the number of processes, unless they are
     given; returns a line with the choice. Raises `ValueError` if the batch is given twice."""
+    from gpt2_accel.data.shards import read_manifest
+
     manifest = read_manifest(config.data_dir)
     length = manifest["sequence_length"]
     pairs = manifest["splits"]["train"]["documents"]
@@ -86,8 +87,7 @@ def main() -> None:
     processes = process_state().num_processes
     keep_settings(config, processes)
     process_state().print(fit_to_pairs(config, processes))
-    if train(config, objective=objective, callbacks=[objective]):
-        process_state().print(closing_line(config))
+    train(config, objective=objective, callbacks=[objective])
 
 
 if __name__ == "__main__":

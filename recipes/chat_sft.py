@@ -21,7 +21,6 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, derived, parse_config, setting
-from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest, read_parts
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import digest
 from gpt2_accel.runtime.recipe_command import recipe_command
@@ -87,6 +86,7 @@ def prepares_beside(config: TrainConfig, inputs: tuple, names: str) -> bool:
     if the inputs have changed since the run began.
     """
     from gpt2_accel.checkpoint.find import list_checkpoints
+    from gpt2_accel.data.shards import DATA_MANIFEST
 
     run_dir = Path(config.output_dir)
     if "data_dir" in config.given:
@@ -170,6 +170,8 @@ def find_model(config: ChatSFT, pairs: bool) -> str:
     Raises `FileNotFoundError` if the data or its model does not exist, `ValueError` if the data
     does not hold conversations.
     """
+    from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest, read_parts
+
     folder = Path(config.data_dir)
     command = prepare_command(pairs)
     if not (folder / DATA_MANIFEST).is_file():
@@ -232,6 +234,7 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
     exactly.
     """
     from gpt2_accel.data.conversations import plural
+    from gpt2_accel.data.shards import read_manifest
     from gpt2_accel.tuning import pretrained_rate
 
     manifest = read_manifest(config.data_dir)
@@ -275,22 +278,6 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
     return line
 
 
-def closing_line(config: ChatSFT) -> str:
-    """Returns where the models are after training, and the next commands."""
-    line = f"\nThe model is in {config.output_dir}"
-    if Path(config.output_dir, "best").exists():
-        line += f", the model with the lowest validation loss in {config.output_dir}/best"
-    talk = recipe_command("sample", "--model", config.output_dir, "--chat", "true")
-    models = [str(config.init_from), config.output_dir]
-    measure = recipe_command(
-        "evaluate", "--model", *models, "--tasks", "chat", "--data", "my_questions.jsonl"
-    )
-    return (
-        f"{line}. To talk to it, and to compare its answers to your own questions with the base's:"
-        f"\n  {talk}\n  {measure}"
-    )
-
-
 def main() -> None:
     config = parse_config(ChatSFT)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
@@ -304,8 +291,7 @@ def main() -> None:
     keep_settings(config, processes)
     pretrained = is_pretrained(str(config.init_from))
     process_state().print(fit_to_data(config, width, processes, pretrained))
-    if train(config):
-        process_state().print(closing_line(config))
+    train(config)
 
 
 if __name__ == "__main__":

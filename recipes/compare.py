@@ -18,8 +18,7 @@ from pathlib import Path
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required
 from gpt2_accel.runtime.files import write_file
-from gpt2_accel.tools.study.compare import compare, read_study, seed_trials, tuning_trials
-from gpt2_accel.tools.study.runs import Runs, StudyOptions
+from gpt2_accel.tools.study import StudyOptions
 
 
 @dataclass(kw_only=True)
@@ -32,6 +31,9 @@ def main() -> None:
     if words and not words[0].startswith("-"):
         words.insert(0, "--study")  # the file may be given without its option
     config = parse_config(Compare, words)
+    from gpt2_accel.tools.study.compare import compare, read_study, seed_trials, tuning_trials
+    from gpt2_accel.tools.study.runs import Runs
+
     path = Path(config.study)
     study = read_study(path, Path(__file__).parent)
     if config.dry_run:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import ModelChoice, parse_config, setting
-from gpt2_accel.generation.sampling import load
 from gpt2_accel.runtime.files import sentence
+from gpt2_accel.runtime.options import run_of
 
 MAX_WAITING = 32  # visitors
 LOCAL = ["127.0.0.1", "localhost"]
@@ -25,7 +25,7 @@ class Demo(ModelChoice):
     port: int | None = setting(None, "port to listen on; default the first free one from 7860")
     names: list[str] = setting([], "more host names of the page, for instance behind a proxy")
     share: bool = setting(False, "also give the page a public address, on Gradio's servers")
-    examples: list[str] = setting([], "prompts to click on")
+    examples: list[str] = setting([], "prompts to click on; default those of the run")
     dtype: str = setting("float32", "dtype of the weights: 'float32' or 'bfloat16'")
 
     def __post_init__(self) -> None:
@@ -64,6 +64,7 @@ def main() -> None:
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+        from gpt2_accel.generation.sampling import load
         from gpt2_accel.tools import pages
     except ImportError as error:
         raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'") from error
@@ -71,7 +72,12 @@ def main() -> None:
         config.model, config.dtype, verify=config.verify, model_class=config.model_class
     )
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
-    page = new_page(config.model, model, tokenizer, config.examples)
+    settings, run = run_of(config.model)
+    about = f"{model.config.parameter_count:,} parameters"
+    if run.get("data"):
+        about += f", trained on {run['data']}"
+    examples = config.examples or settings.get("sample_prompts", [])
+    page = new_page(config.model, model, tokenizer, examples, about)
     names = ["*"]
     if config.host in LOCAL:  # refuses other names, against DNS rebinding
         names = LOCAL + ["*.gradio.live"] + config.names

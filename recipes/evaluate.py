@@ -21,39 +21,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2_accel import cli, from_pretrained
-from gpt2_accel.checkpoint.find import (
-    STATE,
-    list_checkpoints,
-    read_state,
-    read_status,
-    verified_directory,
-)
+from gpt2_accel import cli
 from gpt2_accel.config import check_ranges, parse_config, setting
-from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
-from gpt2_accel.data.source import open_data
-from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers, read_question
-from gpt2_accel.evals.core import Bundle, Core, open_bundle
-from gpt2_accel.evals.hellaswag import HellaSwag
-from gpt2_accel.evals.items import Item, hub_items, read_items
-from gpt2_accel.evals.perplexity import TextPerplexity
-from gpt2_accel.evals.results import add_entry, markdown, read_record, result_rows
-from gpt2_accel.evals.validation import prepare_loss
-from gpt2_accel.hf.convert import local_directory
-from gpt2_accel.hf.hub_data import open_hub
-from gpt2_accel.hf.safetensors_files import weights_digest
-from gpt2_accel.hf.tensors import check_finite
-from gpt2_accel.models import LanguageModel
-from gpt2_accel.rewards import Solved, load_reward
-from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.files import write_json
-from gpt2_accel.runtime.options import load_saved
-from gpt2_accel.runtime.processes import all_or_none, main_process_first, on_main_process
-from gpt2_accel.tokenizer import added_bos, check_vocabulary, load_tokenizer
+from gpt2_accel.runtime.options import load_saved, run_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase
+
+    from gpt2_accel.evals.core import Bundle
+    from gpt2_accel.evals.items import Item
+    from gpt2_accel.models import LanguageModel
 
 TASKS = ("core", "hellaswag", "text", "chat", "rl")
 SPLITS = ("val", "train")  # splits of --data_dir
@@ -115,13 +94,9 @@ class Evaluate:
 def own_data(models: list[str]) -> str | None:
     """Returns the folder of text or conversations on which all models were trained, None if it is
     not there or they have different ones. A model is a run's folder, or a checkpoint in it."""
-    folders = set()
-    for name in models:
-        run_dir = Path(name)
-        if not (run_dir / "run.json").is_file():
-            run_dir = run_dir.parent
-        saved = load_saved(run_dir / "config.yaml") if (run_dir / "run.json").is_file() else {}
-        folders.add(saved.get("data_dir"))
+    from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
+
+    folders = {run_of(name)[0].get("data_dir") for name in models}
     folder = folders.pop()
     if folders or not folder or not (Path(folder) / DATA_MANIFEST).is_file():
         return None
@@ -149,15 +124,24 @@ def local_files(config: Evaluate) -> dict[str, str]:
 def evaluate(
     config: Evaluate,
     accelerator: "Accelerator",
-    model: LanguageModel,
+    model: "LanguageModel",
     tokenizer: "PreTrainedTokenizerBase",
-    data: dict[str, list[Item] | Bundle],
+    data: "dict[str, list[Item] | Bundle]",
     bos: list[int],
     length: int | None,
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
     task, for CORE the folder of its bundle. `bos` and `length` are `training_windows`. All ranks
     call it."""
+    from gpt2_accel.data.source import open_data
+    from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers, read_question
+    from gpt2_accel.evals.core import Core
+    from gpt2_accel.evals.hellaswag import HellaSwag
+    from gpt2_accel.evals.perplexity import TextPerplexity
+    from gpt2_accel.evals.validation import prepare_loss
+    from gpt2_accel.hf.hub_data import open_hub
+    from gpt2_accel.rewards import Solved, load_reward
+
     shape = model.config
     evaluations: list[Callable[..., dict[str, float]]] = []
     notes: list[str] = []
@@ -205,6 +189,12 @@ def open_model(
 ) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
     """Returns the description of the weights, the model and its tokenizer. All ranks call it, and
     all fail if one does."""
+    from gpt2_accel import from_pretrained
+    from gpt2_accel.hf.convert import local_directory
+    from gpt2_accel.hf.tensors import check_finite
+    from gpt2_accel.runtime.processes import all_or_none
+    from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
+
     with all_or_none():
         directory = local_directory(name)
         entry = describe_weights(directory)
@@ -223,6 +213,9 @@ def training_windows(
 
     A run has recorded them for its models. For other models they are `added_bos` and None.
     """
+    from gpt2_accel.checkpoint.find import STATE, read_state
+    from gpt2_accel.tokenizer import added_bos
+
     trains = (directory / STATE).is_dir()
     record = read_state(directory) if trains else load_saved(directory / "run.json")
     if not record:
@@ -233,6 +226,8 @@ def training_windows(
 def output_file(config: Evaluate, name: str) -> Path | None:
     """Returns the file for the results of a model, or None for a model on the Hub. The results of a
     checkpoint are stored in the folder of its run, because training may remove the checkpoint."""
+    from gpt2_accel.checkpoint.find import list_checkpoints
+
     if config.output is not None:
         return Path(config.output)
     folder = Path(name).resolve()
@@ -246,6 +241,8 @@ def output_file(config: Evaluate, name: str) -> Path | None:
 def table(entries: dict[str, dict]) -> str:
     """Returns a Markdown table of the results of each model: a row per metric for one model, a row
     per model for several."""
+    from gpt2_accel.evals.results import markdown, result_rows
+
     cells = result_rows([entry["results"] for entry in entries.values()])
     counts = [f"{entry['parameters']:,}" for entry in entries.values()]
     cells = {"parameters": counts} | cells
@@ -257,6 +254,9 @@ def table(entries: dict[str, dict]) -> str:
 
 def describe_weights(directory: Path) -> dict:
     """Returns the SHA-256 of the weights, as `weights`, and their `step`, None if it is unknown."""
+    from gpt2_accel.checkpoint.find import STATE, read_state, read_status
+    from gpt2_accel.hf.safetensors_files import weights_digest
+
     if (directory / STATE).is_dir():
         step = read_state(directory)["step"]
     else:
@@ -267,6 +267,14 @@ def describe_weights(directory: Path) -> dict:
 def main() -> None:
     config = parse_config(Evaluate)
     files = local_files(config)
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.evals.core import open_bundle
+    from gpt2_accel.evals.items import hub_items, read_items
+    from gpt2_accel.evals.results import add_entry, read_record
+    from gpt2_accel.hf.convert import local_directory
+    from gpt2_accel.runtime.accelerator import build_accelerator
+    from gpt2_accel.runtime.processes import main_process_first, on_main_process
+
     accelerator = build_accelerator()
     outputs = {name: output_file(config, name) for name in config.model}
     records = {output: read_record(output) for output in outputs.values() if output}

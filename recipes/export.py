@@ -9,20 +9,13 @@ arXiv:1803.05407). Every recipe reads the directory. For GGUF and ONNX see docs/
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
-
-# gpt2_accel before torch: it sets how torch's threads wait.
-# isort: split
-import torch
-
-from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
 from gpt2_accel.config import check_ranges, parse_config, required, setting
-from gpt2_accel.hf.convert import from_pretrained, save_pretrained
-from gpt2_accel.hf.safetensors_files import is_adapter, read_tensors, weight_files
-from gpt2_accel.hf.tensors import check_finite
-from gpt2_accel.models import LanguageModel, convert_parameters
-from gpt2_accel.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from gpt2_accel.models import LanguageModel
 
 
 @dataclass
@@ -41,13 +34,17 @@ class Export:
             )
 
 
-@torch.no_grad()
-def average(checkpoints: Sequence[Path]) -> LanguageModel:
+def average(checkpoints: Sequence[Path]) -> "LanguageModel":
     """Returns the model with the mean weights of a run's checkpoints, on the CPU.
 
     Computes each mean in fp64 and rounds it to the dtype of the files. Two models and the fp64 sums
     are in memory. Raises `ValueError` for an adapter or a damaged checkpoint.
     """
+    from gpt2_accel import from_pretrained
+    from gpt2_accel.hf.safetensors_files import is_adapter, read_tensors, weight_files
+    from gpt2_accel.hf.tensors import check_finite
+    from gpt2_accel.models import convert_parameters
+
     last = checkpoints[-1]
     if is_adapter(last):
         raise ValueError(
@@ -55,20 +52,24 @@ def average(checkpoints: Sequence[Path]) -> LanguageModel:
             "run that trains all weights"
         )
     model = from_pretrained(last)
-    sums = {name: weight.cpu().double() for name, weight in model.named_parameters()}
+    sums = {name: weight.detach().cpu().double() for name, weight in model.named_parameters()}
     for path in checkpoints[:-1]:
         for name, weight in from_pretrained(path).named_parameters():
-            sums[name] += weight
+            sums[name] += weight.detach()
     _, tensor = next(read_tensors(weight_files(last)))
     convert_parameters(model, tensor.dtype)
     for name, weight in model.named_parameters():
-        weight.copy_(sums[name] / len(checkpoints))
+        weight.data.copy_(sums[name] / len(checkpoints))
     check_finite(model, f"the mean of {checkpoints[0]} to {last.name}")
     return model
 
 
 def main() -> None:
     config = parse_config(Export)
+    from gpt2_accel import save_pretrained
+    from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
+    from gpt2_accel.tokenizer import load_tokenizer
+
     checkpoints = list_checkpoints(config.model)[-config.average :]
     if not checkpoints:
         raise FileNotFoundError(f"{config.model} holds no checkpoints: give the folder of a run")

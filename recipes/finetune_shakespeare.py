@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.prepare import prepare_text
 
 
 @dataclass
@@ -55,8 +54,9 @@ def main() -> None:
     config = parse_config(FinetuneShakespeare)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.data.prepare import prepare_text
     from gpt2_accel.hf.convert import model_tokenizer
-    from gpt2_accel.runtime.processes import main_process_first, process_state
+    from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.train import train
 
     with main_process_first():
@@ -67,10 +67,7 @@ def main() -> None:
                 verified_directory(config.init_from, hint="use another checkpoint")
             ),
         )
-    if train(config):
-        process_state().print(
-            f"\nThe model with the lowest validation loss is in {config.output_dir}/best"
-        )
+    train(config)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ every training recipe load it.
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2_accel import cli, save_pretrained
+from gpt2_accel import cli
 from gpt2_accel.config import parse_config, required, setting
 from gpt2_accel.runtime.files import atomic_directory, check_unused
-from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
-from gpt2_accel.tools.importers import read_checkpoint, read_gguf
 
 
 @dataclass
@@ -35,6 +33,10 @@ class ImportCheckpoint:
 
 def main() -> None:
     config = parse_config(ImportCheckpoint)
+    from gpt2_accel import save_pretrained
+    from gpt2_accel.tokenizer import gpt2_tokenizer, load_tokenizer
+    from gpt2_accel.tools.importers import read_checkpoint, read_gguf
+
     path = Path(config.input)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give a .gguf file or a .pt checkpoint")

@@ -73,6 +73,7 @@ from gpt2_accel.data.sources import (
 from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.options import Parser
+from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import (
     LOSSY,
     byte_tokenizer,
@@ -421,6 +422,17 @@ def summarize(manifest: dict) -> None:
         print(LOSSY.format(unknown))
 
 
+def print_next(data_dir: str, manifest: dict) -> None:
+    """Prints commands that look at prepared data, estimate a run on it, and train."""
+    recipe = "quickstart"
+    if "template" in manifest:
+        recipe = "chat-dpo" if manifest.get("pairs") else "chat-sft"
+    print(f"\nThe data is in {data_dir}. To look at it, to estimate a run, and to train:")
+    train = [recipe, "--output_dir", f"runs/{Path(data_dir).name}"]
+    for words in (["prepare-data"], [recipe, "--dry_run"], train):
+        print(f"  {recipe_command(*words, '--data_dir', data_dir)}")
+
+
 def show(data_dir: str) -> None:
     """Prints the source, tokenizer and counts of prepared data, and the beginning of each split."""
     manifest = read_manifest(data_dir)
@@ -440,9 +452,9 @@ def verify(data_dir: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if words is None else words
-    options = parse_options(words)
-    command = shlex.join(["prepare_data.py", *words])
+    given = sys.argv[1:] if words is None else words
+    options = parse_options(given)
+    command = shlex.join(["prepare_data.py", *given])
     if options.command == "mix":
         weights = dict(options.source)
         if len(weights) < len(options.source):
@@ -451,7 +463,10 @@ def main(words: Sequence[str] | None = None) -> None:
         summarize(write_mixture(options.data_dir, weights, phases))
     elif options.command:
         prepare = PREPARE.get(options.command, prepare_corpus)
-        summarize(prepare(options, command))
+        manifest = prepare(options, command)
+        summarize(manifest)
+        if words is None and options.command != "push":  # not for a recipe
+            print_next(options.data_dir, manifest)
     if options.verify:
         verify(options.data_dir)
     elif not options.command:

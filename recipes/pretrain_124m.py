@@ -34,7 +34,6 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.shards import HUB
 from gpt2_accel.runtime.recipe_command import recipe_command
 
 # Folder -> the name that prepare_data.py has for its data set.
@@ -61,6 +60,8 @@ class Pretrain124M(TrainConfig):
 def main(config_class: type[TrainConfig]) -> None:
     """Parses the settings and trains. Raises `FileNotFoundError` if the data does not exist."""
     config = parse_config(config_class)
+    from gpt2_accel.data.shards import HUB
+
     folder = Path(config.data_dir)
     if not (config.dry_run or config.data_dir.startswith(HUB) or folder.exists()):
         source = [KNOWN[folder.name]] if folder.name in KNOWN else ["text", "PATH"]

@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
-from gpt2_accel.charts import draw_loss
-from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import parse_config, required, setting
-from gpt2_accel.hf.convert import read_config
-from gpt2_accel.hf.hub import PICTURE, check_push, push_model
-from gpt2_accel.hf.safetensors_files import weight_files
 
 
 @dataclass
@@ -27,12 +22,16 @@ class PushToHub:
     private: bool = setting(True, "make the repository private if it is new")
     verify: bool = setting(True, "compare the files of the model with their checksums first")
 
-    def __post_init__(self) -> None:
-        check_push(self.repo_id)
-
 
 def main() -> None:
     config = parse_config(PushToHub)
+    from gpt2_accel.charts import draw_loss
+    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.hf.convert import read_config
+    from gpt2_accel.hf.hub import PICTURE, check_push, push_model
+    from gpt2_accel.hf.safetensors_files import weight_files
+
+    check_push(config.repo_id)
     directory = Path(verified_directory(config.model, config.verify))
     read_config(directory)  # raises for a model that is not supported
     weight_files(directory)  # raises if files are missing

@@ -17,22 +17,12 @@ tokenizer: give `--data` or `--data_dir` too. A pretrained model gets AdamW at a
 survives.
 """
 
-import json
-import shlex
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, derived, parse_config, setting
-from gpt2_accel.data.documents import held_out
-from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.data.sources import find_files, is_text, read_text
-from gpt2_accel.runtime.files import digest
-from gpt2_accel.runtime.recipe_command import program, recipe_command
-from gpt2_accel.tokenizer import train_bpe
 
 VOCAB_SIZE = 4096
 # The folders of tests, and those that are not part of the standard library.
@@ -86,6 +76,8 @@ class Quickstart(TrainConfig):
 def check_prepared(config: Quickstart) -> None:
     """Raises `FileNotFoundError` if the data is not prepared, `ValueError` if its vocabulary size
     is not the given `--vocab_size`."""
+    from gpt2_accel.data.shards import read_manifest
+
     vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, vocab_size):
         raise ValueError(
@@ -104,6 +96,8 @@ def prepare_text(config: Quickstart) -> None:
     from prepare_data import main as prepare_data
 
     from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.data.sources import find_files, is_text
+    from gpt2_accel.runtime.files import digest
 
     assert config.data is not None
     files = find_files(config.data, is_text, TEXT)
@@ -120,6 +114,11 @@ def prepare_text(config: Quickstart) -> None:
 
 def prepare_corpus(config: Quickstart) -> None:
     """Writes the source of the standard library into `data_dir`, as token shards."""
+    from gpt2_accel.data.documents import held_out
+    from gpt2_accel.data.prepare import prepare
+    from gpt2_accel.data.sources import read_text
+    from gpt2_accel.tokenizer import train_bpe
+
     library = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, list[str]] = {"train": [], "val": []}
     for path in sorted(library.rglob("*.py")):
@@ -142,6 +141,7 @@ def prepare_corpus(config: Quickstart) -> None:
 
 def decay_for(config: Quickstart) -> float:
     """Returns the weight decay of a new model: 1.6 for little text that is read often, else 0.3."""
+    from gpt2_accel.data.shards import read_manifest
     from gpt2_accel.hf.convert import configured_shape
     from gpt2_accel.runtime.processes import process_state
 
@@ -176,25 +176,11 @@ def fit_to_model(config: Quickstart) -> None:
         config.weight_decay = decay_for(config)
 
 
-def next_steps(config: Quickstart) -> str:
-    """Returns commands that generate text with the trained model."""
-    prompt = (config.sample_prompts or Quickstart().sample_prompts)[0]
-    sample = recipe_command("sample", "--model", config.output_dir, "--prompt", prompt)
-    model = json.dumps(config.output_dir, ensure_ascii=False)
-    text = json.dumps(prompt, ensure_ascii=False)
-    code = (
-        "from transformers import pipeline; "
-        f'print(pipeline("text-generation", model={model})({text})[0]["generated_text"])'
-    )
-    python = shlex.join([program(Path(sys.executable)), "-c", code])
-    return f"\nThe model is in {config.output_dir}. To generate text:\n  {sample}\n  {python}"
-
-
 def main() -> None:
     config = parse_config(Quickstart)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
     from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, process_state
+    from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.train import train
 
     with main_process_first():
@@ -210,8 +196,7 @@ def main() -> None:
                 ) from error
             prepare_corpus(config)
     fit_to_model(config)
-    if train(config):
-        process_state().print(next_steps(config))
+    train(config)
 
 
 if __name__ == "__main__":

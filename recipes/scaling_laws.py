@@ -16,10 +16,8 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import ARCHITECTURES, check_ranges, parse_config, required, setting
-from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime.files import write_file, write_json
-from gpt2_accel.tools.study import scaling
-from gpt2_accel.tools.study.runs import Runs, StudyOptions, read_trial
+from gpt2_accel.tools.study import StudyOptions
 
 RECIPE = Path(__file__).with_name("quickstart.py")
 
@@ -57,6 +55,10 @@ class ScalingLaws(StudyOptions):
 
 def main() -> None:
     config = parse_config(ScalingLaws)
+    from gpt2_accel.data.shards import read_manifest
+    from gpt2_accel.tools.study import scaling
+    from gpt2_accel.tools.study.runs import Runs, read_trial
+
     splits = read_manifest(config.data_dir)["splits"]
     if "val" not in splits:
         raise ValueError(f"{config.data_dir} has no validation data: prepare it with some")

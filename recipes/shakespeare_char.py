@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, parse_config, setting
-from gpt2_accel.data.prepare import prepare_text
-from gpt2_accel.tokenizer import char_tokenizer
 
 
 @dataclass
@@ -62,7 +60,9 @@ class ShakespeareCharOnCPU(ShakespeareChar):
 def train_on_characters(config: ShakespeareChar) -> None:
     """Prepares the text and trains."""
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
+    from gpt2_accel.data.prepare import prepare_text
     from gpt2_accel.runtime.processes import main_process_first
+    from gpt2_accel.tokenizer import char_tokenizer
     from gpt2_accel.train import train
 
     with main_process_first():

@@ -42,7 +42,6 @@ from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, derived, parse_config, setting
-from gpt2_accel.data.shards import HUB, read_manifest
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.recipe_command import recipe_command
 
@@ -133,6 +132,8 @@ class License:
 
 def main() -> None:
     config = parse_config(Speedrun)
+    from gpt2_accel.data.shards import HUB, read_manifest
+
     exists = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
     if not exists and not config.dry_run:
         arguments = ["hf", DATA, "--tokenizer", "gpt2", "--data_dir", config.data_dir]

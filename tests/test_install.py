@@ -165,3 +165,39 @@ def test_every_pip_install_names_packages_as_setup_cfg_does():
     }
     assert named - requirements() - not_required == set()
     assert len(named) >= 6
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+  *venv*) mkdir -p .venv/bin; cp uv .venv/bin; cp $0 .venv/bin/python;;
+  *"config list"*) echo "$INDEX";;
+  -c*) exit 1;;  # there is no GPU
+  *) echo python "$@";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("uv", "torch", "index", "words"),
+    [
+        ("exit 0", "", "", "uv pip install --python .venv/bin/python --torch-backend cpu torch=="),
+        ("exit 1", "", "", "pip installs torch with CUDA, about 3 GB"),
+        ("exit 0", "cuda", "", ""),
+        ("exit 0", "", "global.index-url=x", ""),
+    ],
+)
+def test_make_installs_torch_for_cpus_first(uv, torch, index, words, tmp_path):
+    """By uv, unless pip has its own index or TORCH=cuda. With programs that only print."""
+    python = tmp_path / "python"
+    for name in ("Makefile", "constraints.txt", "setup.cfg", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python.write_text(FAKE_PYTHON)
+    (tmp_path / "uv").write_text(f'#!/bin/sh\necho uv "$@"\n{uv}\n')
+    for program in (python, tmp_path / "uv"):
+        program.chmod(0o755)
+    command = ["make", ".venv/installed", f"PYTHON={python}", f"TORCH={torch}"]
+    output = done(command, tmp_path, os.environ | {"INDEX": index})
+    assert words in output
+    assert ("uv pip" in output) == bool(words)
+    last = output.splitlines()[-2]
+    assert last.startswith("python -m pip") and last.endswith("--editable .")

@@ -5,11 +5,15 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import sentence
 
 signals.die_with_launcher()  # now: the imports of a recipe take seconds
+
+if getsignal(SIGINT) is default_int_handler:
+    signal(SIGINT, SIG_DFL)  # until `run`, Ctrl-C prints no traceback of imports
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -23,6 +27,8 @@ def run(main: Callable[[], object]) -> None:
     error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code
     130, a run that a signal stopped with `signals.exit_code`.
     """
+    if getsignal(SIGINT) is SIG_DFL:
+        signal(SIGINT, default_int_handler)
     try:
         with signals.lasting_output():
             main()

@@ -31,9 +31,14 @@ def hyphened(name: str) -> str:
 CONFIGS = by_name("accelerate_configs", "*.yaml")
 RECIPES = by_name("recipes", "*.py")
 SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
+# Ctrl-C ends the launcher at once, without a traceback; the run gets it too, and saves.
+LAUNCHER = """import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+from accelerate.commands.launch import main
+main()"""
 SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
-HELP = f"""usage: gpt2-accel RECIPE [--help | settings], or gpt2-accel COMMAND
-
+HELP = f"""
+Other commands:
   launch CONFIG RECIPE    train with another launch config than the one that fits, as in
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
@@ -41,15 +46,15 @@ HELP = f"""usage: gpt2-accel RECIPE [--help | settings], or gpt2-accel COMMAND
   doctor                  print versions, devices and the launch config that fits, for a report
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
-  --version               print the version
+  help, --version         print this page, or the version
 
 CONFIG is a file or one of
   {" ".join(CONFIGS)}
 Flags of Accelerate's launcher may stand between CONFIG and RECIPE. `config` also prints
   {" ".join(SETTINGS)}
 
-RECIPE is a .py file, push or import (short for push-to-hub and import-checkpoint), or one of
-"""
+RECIPE is a name from above, push or import (short for push-to-hub and import-checkpoint), or a .py
+file."""
 
 
 def main() -> None:
@@ -71,10 +76,15 @@ def run_command(words: list[str]) -> None:
 
 def print_help(*_: str) -> None:
     """Prints the recipes, the other commands and the shipped files."""
+    print("usage: gpt2-accel RECIPE [--help | settings], or gpt2-accel COMMAND")
+    groups = {"Train": RECIPES.keys() - IN_PROCESS, "Prepare, try, measure": IN_PROCESS}
+    for title, names in groups.items():
+        print(f"\n{title}:")
+        for name in sorted(names):
+            source = RECIPES[name].read_text(encoding="utf-8")
+            summary = source.partition(".\n")[0].removeprefix('"""')
+            print(f"  {name:22}{summary}")
     print(HELP)
-    for name, path in RECIPES.items():
-        summary = path.read_text(encoding="utf-8").partition(".\n")[0].removeprefix('"""')
-        print(f"  {name:24}{summary}")
 
 
 def launch(*args: str) -> None:
@@ -99,8 +109,8 @@ def launch(*args: str) -> None:
         print("launch config:", *chosen, file=sys.stderr)
     start(
         "-P",  # a file in the working directory must not be imported in place of a library
-        "-m",
-        "accelerate.commands.launch",
+        "-c",
+        LAUNCHER,
         "--config_file",
         find(chosen[0], CONFIGS),
         *chosen[1:],
@@ -187,6 +197,7 @@ def doctor(*_: str) -> None:
 
 
 OTHERS = {
+    "help": print_help,
     "-h": print_help,
     "--help": print_help,
     "--version": lambda *_: print(f"gpt2_accel {__version__}"),

@@ -1,9 +1,11 @@
 """Loss on a fixed set of windows of prepared data."""
 
+import lzma
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +20,8 @@ from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
+
+XZ_TOKENS = 500_000  # compressed in a second
 
 Measure = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 """(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum; `counted`,
@@ -103,6 +107,22 @@ def validation_loss(
         for name, values in figures.items():
             results[name] = math.fsum(values.tolist()) / sum(counted)
     return {f"{prefix}/{name}": value for name, value in results.items()}
+
+
+def describe_validation(data: Data, max_tokens: int) -> dict[str, Any]:
+    """Returns `validation`, a fingerprint of the text for validation, its bytes, which is the same
+    for each tokenizer unless only `max_tokens` are evaluated; and `xz_bits_per_byte`, what `xz -9`
+    needs for it: not for conversations, or more than `XZ_TOKENS`."""
+    streams = [stream for stream, _ in data.val or ()]
+    tokens = sum(stream.tokens for stream in streams)
+    sizes = [getattr(stream, "bytes", None) or stream.tokens for stream in streams]
+    about: dict[str, Any] = {"validation": f"{sizes} {tokens > max_tokens and max_tokens}"}
+    if data.folder and not data.chat and 0 < tokens <= XZ_TOKENS:
+        decode = data.tokenizer.decode
+        texts = [str(decode(s.read(0, s.tokens), skip_special_tokens=True)) for s in streams]
+        text = "".join(texts).encode()
+        about["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / max(1, len(text))
+    return about
 
 
 def prepare_loss(

@@ -20,9 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import psutil
-from filelock import FileLock, Timeout
-from tqdm import tqdm
+# Imported where they are used, since a recipe's --help does not need them: filelock, psutil, tqdm.
 
 LOCK = ".lock"  # the name of a lock file
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -151,9 +149,11 @@ def scratch_path(path: Path) -> Path:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes temporary files and folders in `folder` whose processes, on this host, have ended."""
+    from psutil import pid_exists
+
     for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         with suppress(ValueError):
-            if not psutil.pid_exists(int(path.name.split(".")[-3])):
+            if not pid_exists(int(path.name.split(".")[-3])):
                 remove(path)
 
 
@@ -199,6 +199,8 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
+    from filelock import FileLock, Timeout
+
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -278,6 +280,8 @@ def plain_name(name: str) -> bool:
 
 def readable_size(size: float) -> str:
     """Formats a size in bytes with three digits: 850kB, 3.40MB, 12.0GB (1e9 bytes)."""
+    from tqdm import tqdm
+
     return tqdm.format_sizeof(size, "B")
 
 

@@ -22,7 +22,8 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
-SHOWN = ("loss", "learning_rate", "tokens_per_second", "mfu")  # figures beside the progress bar
+# In 80 columns the bar has ten or more.
+BAR = "{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
 @dataclass
@@ -54,9 +55,9 @@ class RunLog(AbstractContextManager):
 
     def __enter__(self) -> "RunLog":
         # An average over all updates: recent ones alone may lie around an evaluation.
-        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0}
+        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0, "bar_format": BAR}
         shown = self.run_dir is not None
-        self._bar = Progress("training", self.updates, initial=self.step, shown=shown, **shape)
+        self.bar = Progress("training", self.updates, initial=self.step, shown=shown, **shape)
         if self.run_dir is not None:
             names = ("metrics.jsonl", "samples.jsonl")
             self._files = [JsonLines(self.run_dir / name, self.step) for name in names]
@@ -73,7 +74,7 @@ class RunLog(AbstractContextManager):
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._bar.close()  # it stays on the terminal
+        self.bar.close()  # it stays on the terminal
         for file in self._files:
             file.close()
 
@@ -91,7 +92,7 @@ class RunLog(AbstractContextManager):
         self.seconds += time.perf_counter() - self._now
         self.step = step
         self.resume()
-        self._bar.update(step - self._bar.n)
+        self.bar.update(step - self.bar.n)
 
     def training(self, figures: dict[str, float]) -> None:
         """Logs figures of the last update as `train/NAME`, and shows some of them beside the bar.
@@ -111,11 +112,9 @@ class RunLog(AbstractContextManager):
         if self.full_speed:
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
-        shown: dict[str, object] = {"at": self.step}
-        for name in SHOWN:
-            if name in figures:
-                shown[name] = f"{figures[name]:.4g}"
-        self._bar.set_postfix(shown, refresh=False)
+        loss, rate = figures["loss"], figures["learning_rate"]
+        shown = {"loss": f"{loss:.4g}", "lr": f"{rate:.3g}", "tok/s": f"{speed:,.0f}"}
+        self.bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:
         """Prints a line if the speed has halved while other processes use a fifth of a core or

@@ -10,6 +10,7 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
+from gpt2_accel.evals.validation import describe_validation
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
@@ -27,10 +28,11 @@ def describe_run(run: "Run") -> dict:
 
     `parts` names the script and the parts of the run. `tokens` are the training tokens of the
     complete run. `batch` describes how the tokens of a full update are divided. `bos` is the token
-    that replaces the first of each window of text, in a list. `changes` is the history of changed
-    settings. `tokenizer` is the fingerprint of the data's tokenizer. `git_commit` is the working
-    directory's commit, with `-dirty` after changes, None outside a repository. Only the main
-    process reads the commit and the versions, which takes time.
+    that replaces the first of each window of text, in a list. `chat`: whether the data are
+    conversations. `changes` is the history of changed settings. `tokenizer` is the fingerprint
+    of the data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after
+    changes, None outside a repository. Only the main process reads the commit and the versions and
+    calls `describe_validation`, which takes time.
     """
     config = run.config
     accelerator = run.accelerator
@@ -64,10 +66,12 @@ def describe_run(run: "Run") -> dict:
         "bos": loader.bos,
         "epochs": tokens / length / loader.windows,
         "data": run.data.description,
+        "chat": run.data.chat,
         "hardware": f"{hardware}, {precision_name(accelerator.mixed_precision)}",
         "changes": run.state.changes,
         "git_commit": git_commit() if main else None,
         "versions": installed_versions() if main else {},
+        **(describe_validation(run.data, config.eval_tokens) if main else {}),
     }
 
 

@@ -212,6 +212,15 @@ def load_yaml(path: str, option: str) -> dict:
     return values
 
 
+def run_of(model: str | Path) -> tuple[dict, dict]:
+    """Returns `config.yaml` and `run.json` of a model's run: `model` is the folder of the run, or a
+    checkpoint in it. Empty for another model."""
+    for folder in (Path(model), Path(model).parent):
+        if (folder / "run.json").is_file():
+            return load_saved(folder / "config.yaml"), load_saved(folder / "run.json")
+    return {}, {}
+
+
 def load_saved(path: Path) -> dict:
     """Returns the content of a YAML or JSON file of a run's folder; empty if there is none.
 

@@ -20,13 +20,11 @@ class Progress(tqdm):
     """
 
     def __init__(self, title: str, total: float | None, *, shown: bool = True, **options: Any):
-        shape: dict[str, Any] = {"leave": False}
-        if sys.stderr.isatty():
-            shape |= {"delay": DELAY, "dynamic_ncols": True}
-        else:
-            shape |= {"delay": PAUSE, "mininterval": PAUSE, "miniters": 1}
+        shape: dict[str, Any] = {"leave": False, "delay": DELAY, "dynamic_ncols": True} | options
+        if not sys.stderr.isatty():
+            shape = {"leave": False, "delay": PAUSE, "mininterval": PAUSE, "miniters": 1} | options
             shape |= {"file": Lines(), "bar_format": LINE}
-        super().__init__(desc=title, total=total, disable=not shown, **(shape | options))
+        super().__init__(desc=title, total=total, disable=not shown, **shape)
 
 
 class Lines:
@@ -34,7 +32,7 @@ class Lines:
 
     def write(self, text: str) -> None:
         """Prints text that is not blank."""
-        line = text.strip()
+        line = text.replace("\x1b[A", "").strip()  # of a bar below another
         if line:
             print(line, file=sys.stderr, flush=True)
 

@@ -17,10 +17,18 @@ from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 CSS = """
 .text [data-testid=status-tracker] { display: none }
 .message .md { white-space: pre-wrap }
+.text pre { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 12em; margin: 1.5em 0 0 }
+.text mark { background: none; color: var(--link-text-color); font-weight: 600 }
+.text pre, .prompt textarea { font: 13px/1.5 monospace }
 """
-# Copies an `escaped` answer as the model wrote it. Browsers have a clipboard only with https or on
-# localhost.
+# Ctrl+Enter in a prompt writes. Copies an `escaped` answer as the model wrote it. Browsers have a
+# clipboard only with https or on localhost.
 JS = """() => {
+  document.addEventListener("keydown", event => {
+    const sends = event.key === "Enter" && (event.ctrlKey || event.metaKey);
+    if (sends && event.target.closest(".prompt"))
+      document.querySelector("button.primary").click();
+  });
   const clipboard = navigator.clipboard;
   if (!clipboard) return;
   const write = clipboard.writeText.bind(clipboard);
@@ -40,9 +48,10 @@ def settings(length: int) -> list[gr.Slider]:
     ]
 
 
-def options(examples: Sequence[str]) -> dict[str, Any]:
+def options(examples: Sequence[str], about: str) -> dict[str, Any]:
     """Returns the options of both pages."""
     return {
+        "description": about,
         "additional_inputs_accordion": gr.Accordion("Settings", open=False),
         "examples": [[text] for text in examples] or None,
         "analytics_enabled": False,
@@ -79,14 +88,20 @@ def escaped(text: str) -> dict:
     return {"content": [{"type": "text", "text": html.escape(text, quote=False)}]}
 
 
+def marked(prompt: str, text: str) -> str:
+    """Returns a prompt, marked, and its continuation as HTML."""
+    return f"<pre><mark>{html.escape(prompt)}</mark>{html.escape(text)}</pre>"
+
+
 def chat_page(
     name: str,
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[str],
+    about: str,
 ) -> gr.Blocks:
-    """Returns a page for conversations with a model, which it calls `name`. The browser stores the
-    conversations."""
+    """Returns a page for conversations with a model, which it calls `name`, with prompts to click
+    on and a sentence about the model. The browser stores the conversations."""
 
     def write(message: str, history: list[dict], system: str, *values: float) -> Iterator[dict]:
         messages = conversation(history, message, system)
@@ -106,7 +121,7 @@ def chat_page(
         additional_inputs=[gr.Textbox(label="System prompt", lines=2), *settings(length=200)],
         title="Chat",
         save_history=True,
-        **options(examples),
+        **options(examples, about),
     )
 
 
@@ -115,23 +130,24 @@ def text_page(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[str],
+    about: str,
 ) -> gr.Blocks:
-    """Returns a page on which a model, which it calls `name`, continues a text."""
+    """Returns a page on which a model continues a text. For the arguments see `chat_page`."""
 
     def write(prompt: str, *values: float) -> Iterator[str]:
         try:
             for (completion,) in stream(model, tokenizer, [prompt], sampling_of(*values)):
-                yield prompt + completion.text
+                yield marked(prompt, completion.text)
         except ValueError as error:
             gr.Warning(str(error))
 
     return gr.Interface(
         write,
-        gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True),
-        gr.Textbox(label=name, lines=8, max_lines=16, buttons=["copy"], elem_classes="text"),
+        gr.Textbox(label="Prompt", lines=4, max_lines=8, autofocus=True, elem_classes="prompt"),
+        gr.HTML(marked("", ""), label=name, show_label=True, container=True, elem_classes="text"),
         additional_inputs=settings(length=100),
         title="Continue a text",
-        submit_btn="Write",
+        submit_btn="Write (Ctrl+Enter)",
         flagging_mode="never",
-        **options(examples),
+        **options(examples, about),
     )

@@ -19,9 +19,10 @@ from gpt2_accel.charts import (
     LOSS_TITLE,
     chart,
     curve_points,
-    require_matplotlib,
+    outcome,
 )
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
+from gpt2_accel.config import TrainConfig
 from gpt2_accel.evals.results import read_record, rows_of
 from gpt2_accel.runtime.files import atomic_files, duration, number, read_json_lines
 from gpt2_accel.runtime.options import load_saved
@@ -32,16 +33,10 @@ AXES = {
     "hours": ("hours of training", "train/seconds", 1 / 3600),
     "flops": ("FLOPs", "tokens", None),
 }
-TRAINING = (
-    "train/learning_rate",
-    "train/grad_norm",
-    "train/tokens_per_second",
-    "train/mfu",
-    "train/memory_gb",
-)
-METADATA = ("parameters", "data", "hardware", "git_commit")  # keys of `run.json`
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
+# Endings of metrics that have no curve beside the loss, of which they are functions.
+DRAWN = (*PER_TOKEN, "/bits_per_byte", "/seconds")
 
 
 class RunFolder:
@@ -92,11 +87,8 @@ class RunFolder:
 
 
 def write_report(runs: list[RunFolder], folder: str | Path) -> Path:
-    """Writes `report.html` and its figures as PNGs to `folder`; returns the path of the HTML file.
-
-    Raises `ValueError` if matplotlib is missing.
-    """
-    require_matplotlib()
+    """Writes `report.html` and its figures as PNGs to `folder`; returns the path of the HTML
+    file."""
     document, pictures = report_of(runs)
     with atomic_files(folder) as scratch:
         (scratch / "report.html").write_text(document, encoding="utf-8")
@@ -106,57 +98,42 @@ def write_report(runs: list[RunFolder], folder: str | Path) -> Path:
 
 
 def report_of(runs: list[RunFolder]) -> tuple[str, dict[str, Any]]:
-    """Returns the report as HTML, and its figures by file name without suffix."""
+    """Returns the report as HTML, and its figures by file name without suffix.
+
+    It has a section for each text for validation: numbers on different texts are not comparable.
+    """
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
-    metrics = comparable(runs)
-    columns = []
+    groups: dict[str, list[RunFolder]] = {}
     for run in runs:
-        newest = run.newest()
-        columns.append(facts(run) | {name: number(newest, name) for name in metrics})
-    settings = rows_of([run.settings for run in runs])
-    if len(runs) > 1:
-        settings = {name: cells for name, cells in settings.items() if len(set(cells)) > 1}
-    figures = draw(runs, metrics)
+        groups.setdefault(run.metadata.get("validation", ""), []).append(run)
+    sections: list[tuple] = []
+    pictures: dict[str, Any] = {}
+    for group in groups.values():
+        metrics = comparable(group)
+        figures = draw(group, metrics, f"{len(sections) + 1}-" if sections else "")
+        pictures |= figures
+        results = rows_of([{x: number(run.newest(), x) for x in metrics} for run in group])
+        sections.append((group, figures, results))
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = Environment(autoescape=True).from_string(source)
     document = template.render(
         runs=runs,
-        facts=rows_of(columns),
-        figures=figures,
-        settings=settings,
+        sections=sections,
+        settings=rows_of([run.settings for run in runs]),
+        usual=TrainConfig().settings(),
+        axes=AXES,
+        duration=duration,
+        outcome=outcome,
         svg=themed_svg,
     )
-    return document, figures
-
-
-def facts(run: RunFolder) -> dict[str, Any]:
-    """Returns a run's metadata and progress by title. The state is, for example, `stopped at update
-    120: SIGTERM`."""
-    state = ""
-    if run.status:
-        state = f"{run.status['state']} at update {run.status['step']:,}"
-        if run.status.get("reason"):
-            state += f": {run.status['reason']}"
-    tokens, hours, flops = (max(run.curve("step", axis)[0], default=0) for axis in AXES)
-    cells = {
-        "state": state,
-        "tokens": f"{tokens:,}",
-        "training": duration(hours * 3600),
-        "FLOPs": f"{flops:.3g}",
-    }
-    for name in METADATA:
-        cells[name] = run.metadata.get(name) or ""
-    cells |= run.metadata.get("parts", {})
-    cells["changes"] = "; ".join(run.metadata.get("changes", []))
-    return cells
+    return document, pictures
 
 
 def same_tokenizer(runs: list[RunFolder]) -> bool:
     """Whether the runs have the same tokenizer, so that losses in nats per token are comparable."""
-    about = [run.metadata for run in runs]
-    return len({each.get("tokenizer") or each.get("vocab_size") for each in about}) <= 1
+    return len({run.metadata.get("tokenizer") for run in runs}) <= 1
 
 
 def comparable(runs: list[RunFolder]) -> list[str]:
@@ -170,34 +147,29 @@ def comparable(runs: list[RunFolder]) -> list[str]:
     return [name for name in names if not name.endswith(tuple(left_out))]
 
 
-def draw(runs: list[RunFolder], metrics: Iterable[str]) -> dict[str, Any]:
-    """Draws the loss over each of `AXES`, then `metrics` and `TRAINING` over tokens; returns the
-    figures by file name. Skips figures of fewer than two values. If the tokenizers differ, the loss
-    is in bits per byte."""
-    if same_tokenizer(runs):
-        title = LOSS_TITLE
-        styles = LOSS_STYLES
-    else:
+def draw(runs: list[RunFolder], metrics: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Returns figures by file name: the loss over each of `AXES`, and `metrics` and training
+    metrics over tokens, except `DRAWN`. Skips figures of fewer than two values. If the tokenizers
+    differ, the loss is in bits per byte."""
+    title = LOSS_TITLE
+    styles = LOSS_STYLES
+    if not same_tokenizer(runs):
         title = "validation loss in bits per byte"
         styles = {"val/bits_per_byte": {"linewidth": 2}}
-    figures = {}
-    for axis in AXES:
-        figure = draw_one(runs, title, styles, axis)
-        if figure is not None:
-            figure.set_figheight(3.2)
-            figure.axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
-            name = "loss" if axis == "tokens" else f"loss-over-{axis}"
-            figures[name] = figure
-    for name in chain(metrics, TRAINING):
-        figure = draw_one(runs, name, {name: {"linewidth": 1.3}}, "tokens")
-        if figure is not None:
-            figures[name.replace("/", "-")] = figure
-    return figures
+    figures = {f"{prefix}loss-over-{axis}": draw_one(runs, title, styles, axis) for axis in AXES}
+    training = [name for name in runs[0].newest() if name.startswith("train/")]
+    for name in chain(metrics, training):
+        if not name.endswith(DRAWN):
+            figure = draw_one(runs, name, {name: {"linewidth": 1.3}}, "tokens", 3.5)
+            figures[prefix + name.replace("/", "-")] = figure
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def draw_one(runs: list[RunFolder], title: str, styles: dict[str, dict], axis: str) -> Any | None:
-    """Draws metrics, by their styles, of all runs over one of `AXES`; returns None for fewer than
-    two values."""
+def draw_one(
+    runs: list[RunFolder], title: str, styles: dict[str, dict], axis: str, width: float = 5
+) -> Any | None:
+    """Draws metrics, by their styles, of all runs over one of `AXES`, `width` inches wide; returns
+    None for fewer than two values."""
     curves = []
     for run, colour in zip(runs, cycle(COLOURS), strict=False):
         for name, style in styles.items():
@@ -206,7 +178,10 @@ def draw_one(runs: list[RunFolder], title: str, styles: dict[str, dict], axis: s
         curves.append(([], [], {"label": run.name, "color": colour}))
     if max(len(x) for x, _, _ in curves) < 2:
         return None
-    return chart(title, AXES[axis][0], curves)
+    figure = chart(title, AXES[axis][0], curves)
+    figure.set_figwidth(width)
+    figure.axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
+    return figure
 
 
 def themed_svg(figure: Any) -> str:

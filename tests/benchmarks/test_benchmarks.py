@@ -62,7 +62,7 @@ def test_the_figures_of_speed_are_of_this_minor_version():
 def test_the_figures_at_the_top_of_the_readme_are_recorded():
     readme = (ROOT / "README.md").read_text()
     [quickstart] = read_results("quickstart")
-    line = "val/loss {val/loss:.4f} ± {val/loss_stderr:.4f}, val/perplexity {val/perplexity:.4f}, "
-    assert (line + "val/bits_per_byte {val/bits_per_byte:.4f}").format(**quickstart) in readme
+    line = "val/bits_per_byte {val/bits_per_byte:.4f} at update {step:,}, xz -9 needs {xz -9:.4f}"
+    assert line.format(**quickstart) in readme
     assert f"`xz -9` needs {quickstart['xz -9']:.3f} bits per byte" in readme
-    assert f"to {quickstart['val/bits_per_byte']:.2f} bits per byte" in readme
+    assert f"the model {quickstart['val/bits_per_byte']:.2f}" in readme

@@ -16,7 +16,7 @@ from gpt2_accel.runtime import device
 
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
-LAUNCHER = ["-P", "-m", "accelerate.commands.launch", "--config_file"]
+LAUNCHER = ["-P", "-c", command.LAUNCHER, "--config_file"]
 
 
 @pytest.fixture

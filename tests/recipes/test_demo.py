@@ -120,11 +120,11 @@ def test_the_model_reads_answered_messages():
 def test_the_text_page_continues_a_prompt(chat_base):
     from gpt2_accel.tools.pages import text_page
 
-    page = text_page("mine", from_pretrained(chat_base), load_tokenizer(chat_base), [])
+    page = text_page("mine", from_pretrained(chat_base), load_tokenizer(chat_base), [], "")
     temperature, top_k, top_p, length = 0, 0, 1, 5
-    texts = list(page.fn("the ", temperature, top_k, top_p, length))
+    texts = list(page.fn("the <b>", temperature, top_k, top_p, length))
     assert len(texts) == 5
-    assert all(text.startswith("the ") for text in texts)
+    assert all(text.startswith("<pre><mark>the &lt;b&gt;</mark>") for text in texts)
 
 
 @long

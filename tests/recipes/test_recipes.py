@@ -36,11 +36,13 @@ def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, t
     first = metrics(folder)
     assert first[-1]["val/loss"] < 2  # a uniform guess is at ln(300), 5.7
     assert decay_of(folder) == 1.6  # the value for a small text that is read often
-    sample, load = [line.strip() for line in output.splitlines() if line.startswith("  ")][-2:]
-    words = started_by(shlex.split(sample)[1:], tmp_path)
-    assert "def " in python(*words[1:], cwd=tmp_path).stdout
-    (tmp_path / "command.py").write_text(shlex.split(load)[2])
-    assert "def " in python(tmp_path / "command.py", cwd=tmp_path).stdout
+    went = output.splitlines()[-6]
+    assert f"train/loss {first[0]['train/loss']:.4f} → " in went
+    assert f"best val/bits_per_byte {first[-1]['val/bits_per_byte']:.4f} at update 30" in went
+    assert "xz -9 needs 0." in went
+    for command, words in zip(output.splitlines()[-3:], ("def ", ".html", "val/loss"), strict=True):
+        words_of = started_by(shlex.split(command)[1:], tmp_path)
+        assert words in python(*words_of[1:], cwd=tmp_path).stdout
 
     # Training continues from that model, with its tokenizer, and keeps the decay that is given.
     shutil.rmtree("data")

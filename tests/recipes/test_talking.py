@@ -1,6 +1,7 @@
 """Talking to a model in the terminal, and the conversations about Python."""
 
 import json
+import shutil
 from collections import Counter
 from io import BytesIO, TextIOWrapper
 
@@ -29,6 +30,25 @@ def test_each_line_is_answered_in_one_conversation(chat_model, monkeypatch, caps
     assert shown.out == expected
     assert "special token <|im_end|>" in shown.err
     assert "not UTF-8" in shown.err
+
+
+def test_a_chat_run_of_this_package_answers_by_default(chat_model, monkeypatch, tmp_path, capsys):
+    """Another model with a chat template continues the prompt, and a line names --chat."""
+    run = shutil.copytree(chat_model, tmp_path / "run")
+    flags = ("--prompt", "Why?", "--temperature", "0", "--max_new_tokens", "8")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO()))
+    run_recipe("sample", "--model", run, *flags, "--num_samples", "1")
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Why?")
+    assert "--chat true" in shown.err
+    (run / "run.json").write_text('{"chat": true}')
+    run_recipe("sample", "--model", run, *flags)
+    shown = capsys.readouterr()
+    [answer] = complete(
+        from_pretrained(run), load_tokenizer(run), [user_turn("Why?")], Sampling(8, temperature=0)
+    )
+    assert shown.out == f"{answer.text}\n"
+    assert not shown.err
 
 
 def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):

@@ -73,7 +73,7 @@ def test_logged_figures_are_means_since_the_last_line(tmp_path, monkeypatch):
     for step in (1, 2):
         now[0] += 2
         run.advance(step)
-        run.training({"loss": 1.0, "own": torch.tensor([step / 4])})
+        run.training({"loss": 1.0, "learning_rate": 0.1, "own": torch.tensor([step / 4])})
         run.evaluation({"task/score": np.float32(0.5)})
         run.write()
     last = metrics(tmp_path)[-1]

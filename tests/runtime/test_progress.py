@@ -1,12 +1,15 @@
 """The progress bar on a terminal and plain lines in a pipe."""
 
 import re
+import sys
 
 from conftest import make_text, run, run_recipe
+from tqdm import tqdm
 
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import progress
+from gpt2_accel.runtime.log import RunLog
 
 SCRIPT = "tests/train_script.py"
 
@@ -22,6 +25,20 @@ def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     assert parse_config(TrainConfig, again + ["--max_steps", "3"]).epochs is None
 
 
+def test_the_bar_fits_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = RunLog(tmp_path, 0, 19073, lambda step: 524288 * step, None)
+    with log:
+        log.advance(1412)
+        log.seconds = 1400.0
+        log.training({"loss": 3.97123, "learning_rate": 5.9876e-4})
+        meter = log.bar.format_dict | {"ncols": 80, "elapsed": 7200}
+    shown = tqdm.format_meter(**meter)
+    assert len(shown) <= 80
+    words = r"loss=3.971, lr=0.000599, tok/s=528,782"
+    assert re.fullmatch(rf"7%\|.{{8,}}\| 1412/19073 \[25:00:\d\d left, {words}\]", shown)
+
+
 def test_long_tasks_print_progress_in_a_pipe(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "PAUSE", 0)
     text = tmp_path / "a.txt"
@@ -31,5 +48,5 @@ def test_long_tasks_print_progress_in_a_pipe(tiny, tmp_path, capsys, monkeypatch
     logged = run(tiny("run", log_every=4, max_steps=6, eval_every=6))
     shown = capsys.readouterr().err
     assert "evaluating val: 100%" in shown
-    assert re.search(r"training: 83%, 5/6 \[.*<.*, at=4, loss=[\d.]+, learning_rate=", shown)
+    assert re.search(r"training: 83%, 5/6 \[.*<.*, loss=[\d.]+, lr=[\d.e-]+, tok/s=", shown)
     assert [line["step"] for line in logged if "train/loss" in line] == [1, 4, 6]

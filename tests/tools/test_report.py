@@ -3,16 +3,14 @@
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import read_json, refused, run, run_recipe, tiny_config
 
+from gpt2_accel.charts import curve_points
 from gpt2_accel.runtime.files import write_json
-from gpt2_accel.tools.report import RunFolder, draw, report_of, write_report
-
-pytest.importorskip("matplotlib")
+from gpt2_accel.tools.report import RunFolder, draw, report_of
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +22,6 @@ def runs(data_dir, tmp_path_factory):
     run(tiny_config(data_dir, folder / "first", **settings))
     run(tiny_config(data_dir, folder / "second", learning_rate=3e-3, **settings))
     return folder
-
-
-@pytest.fixture(scope="module")
-def report_dir(runs, tmp_path_factory):
-    """The report of the two runs, with long values in their records."""
-    folder = tmp_path_factory.mktemp("report")
-    for name in ("first", "second"):
-        record = read_json(shutil.copytree(runs / name, folder / name) / "run.json")
-        record |= {"git_commit": "0123456789" * 4, "data": "/" + "a_folder/" * 12}
-        write_json(folder / name / "run.json", record)
-    run_recipe("report", folder / "first", folder / "second", "--output_dir", folder / "out")
-    return folder / "out"
 
 
 def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
@@ -69,7 +55,7 @@ def test_curves_are_the_logged_values_over_tokens_time_and_flops(runs):
 
 def test_runs_of_different_tokens_are_compared_in_bits_per_byte(runs):
     def drawn():
-        [axes] = draw([first, second], [])["loss"].axes
+        [axes] = draw([first, second], [])["loss-over-tokens"].axes
         return [list(line.get_ydata()) for line in axes.get_lines() if len(line.get_ydata())]
 
     first, second = RunFolder(runs / "first"), RunFolder(runs / "second")
@@ -100,7 +86,33 @@ def test_unfinished_and_damaged_runs_have_a_report(runs, tmp_path):
         RunFolder(running)
 
 
-def test_without_matplotlib_the_installation_is_named(runs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with refused("pip install 'matplotlib"):
-        write_report([RunFolder(runs / "first")], runs / "out")
+def test_the_report_says_how_the_run_went_and_what_it_changed(runs):
+    first = RunFolder(runs / "first")
+    page = report_of([first])[0]
+    losses = first.curve("train/loss", "tokens")[1]
+    x, y = curve_points(first.lines, "val/bits_per_byte", "step")
+    assert "finished at update 60 of 60" in page
+    assert f"train/loss {losses[0]:.4f} → {losses[-1]:.4f}" in page
+    assert f"best val/bits_per_byte {min(y):.4f} at update {x[y.index(min(y))]}" in page
+    assert "xz -9 needs " in page
+    changed, _, others = page.partition("<h2>Settings")[2].partition("The other settings")
+    assert "learning_rate" in changed and "adam_eps" not in changed
+    assert "adam_eps" in others
+    assert page.index(">update 20<") < page.index(">update 60<") < page.rindex(">update 20<")
+
+
+def test_runs_with_other_validation_data_are_not_in_one_plot_or_row(runs):
+    first, second = RunFolder(runs / "first"), RunFolder(runs / "second")
+    assert first.metadata["validation"] == second.metadata["validation"]
+    second.metadata["validation"] = "another"
+    page, pictures = report_of([first, second])
+    for name in ("loss-over-tokens", "2-loss-over-tokens"):
+        assert len(pictures[name].axes[0].get_legend().get_texts()) == 1
+    assert page.count(">val/loss</th>") == 2
+
+
+def test_a_running_run_reloads_its_page_until_it_ends(runs):
+    run = RunFolder(runs / "first")
+    assert "location.reload" not in report_of([run])[0]
+    run.status["state"] = "running"
+    assert "location.reload" in report_of([run])[0]

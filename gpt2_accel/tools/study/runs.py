@@ -18,7 +18,6 @@ import time
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from filelock import FileLock, Timeout
 
 import gpt2_accel.train
 from gpt2_accel.checkpoint.find import model_directory, read_status
-from gpt2_accel.config import INERT, TrainConfig, setting
+from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.shards import folder_of, read_manifest, read_parts
 from gpt2_accel.data.source import data_fingerprint
@@ -42,21 +41,6 @@ from gpt2_accel.runtime.signals import DRIVER
 
 # Launch options that affect results, as variables that `accelerate launch` sets; runs inherit them.
 LAUNCH = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
-
-
-@dataclass
-class StudyOptions:
-    """Options of every recipe that runs a study. Raises `ValueError` for a launch of several
-    processes, or if scipy is missing."""
-
-    output_dir: str | None = setting(None, "folder of the study; default runs/<its name>")
-    dry_run: bool = setting(False, "print the runs and their FLOPs, then exit")
-
-    def __post_init__(self) -> None:
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise ValueError("start a study with one process: docs/studies.md uses several GPUs")
-        if find_spec("scipy") is None:
-            raise ValueError("a study needs scipy: pip install 'scipy>=1.13'")
 
 
 # A run
