@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.prefetch import prefetch
 from gpt2_accel.data.shards import UnreadableData
@@ -22,6 +23,7 @@ from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
 
 XZ_TOKENS = 500_000  # compressed in a second
+START = 200  # characters of the text for validation that its fingerprint has
 
 Measure = Callable[[torch.nn.Module, Batch], dict[str, torch.Tensor]]
 """(prepared model, batch of B windows) -> figures of each window, (B,): `loss`, a sum; `counted`,
@@ -110,18 +112,25 @@ def validation_loss(
 
 
 def describe_validation(data: Data, max_tokens: int) -> dict[str, Any]:
-    """Returns `validation`, a fingerprint of the text for validation, its bytes, which is the same
-    for each tokenizer unless only `max_tokens` are evaluated; and `xz_bits_per_byte`, what `xz -9`
-    needs for it: not for conversations, or more than `XZ_TOKENS`."""
+    """Returns `validation`, a fingerprint of the text for validation (its bytes and its start),
+    which is the same for each tokenizer unless only `max_tokens` are evaluated; and
+    `xz_bits_per_byte`, what `xz -9` needs for it: not for conversations, or more than `XZ_TOKENS`.
+    """
     streams = [stream for stream, _ in data.val or ()]
     tokens = sum(stream.tokens for stream in streams)
     sizes = [getattr(stream, "bytes", None) or stream.tokens for stream in streams]
-    about: dict[str, Any] = {"validation": f"{sizes} {tokens > max_tokens and max_tokens}"}
-    if data.folder and not data.chat and 0 < tokens <= XZ_TOKENS:
-        decode = data.tokenizer.decode
-        texts = [str(decode(s.read(0, s.tokens), skip_special_tokens=True)) for s in streams]
-        text = "".join(texts).encode()
-        about["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / max(1, len(text))
+    texts: list[str] = []
+    if data.folder and not data.chat:
+        read = XZ_TOKENS if 0 < tokens <= XZ_TOKENS else 4 * START
+        for stream in streams:
+            ids = stream.read(0, min(read, stream.tokens))
+            texts.append(str(data.tokenizer.decode(ids, skip_special_tokens=True)))
+    starts = [text[:START] for text in texts]
+    key = f"{sizes} {tokens > max_tokens and max_tokens} {starts}"
+    about: dict[str, Any] = {"validation": str(text_digest(key))}
+    text = "".join(texts).encode()
+    if text and tokens <= XZ_TOKENS:
+        about["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
     return about
 
 

@@ -8,10 +8,9 @@
 """
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
@@ -27,7 +26,7 @@ class Tasks:
 
 def main() -> None:
     folder = Path(parse_config(Tasks).output)
-    numbers = np.random.default_rng(3).permutation(100 * 100).tolist()
+    numbers = random.Random(3).sample(range(100 * 100), sum(SIZES.values()))
     for name, size in SIZES.items():
         rows = []
         for a, b in (divmod(numbers.pop(), 100) for _ in range(size)):
