@@ -209,8 +209,11 @@ def add_options(
             )
 
 
-def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words of a command line. `--data_dir` and `--verify` may precede the command."""
+def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the words of a command line, by default this process's.
+
+    `--data_dir` and `--verify` may precede the command.
+    """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
@@ -440,9 +443,8 @@ def verify(data_dir: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if words is None else words
     options = parse_options(words)
-    command = shlex.join(["prepare_data.py", *words])
+    command = shlex.join(["prepare_data.py", *(sys.argv[1:] if words is None else words)])
     if options.command == "mix":
         weights = dict(options.source)
         if len(weights) < len(options.source):
