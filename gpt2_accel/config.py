@@ -202,8 +202,7 @@ class TrainConfig:
     push_to_hub: str | None = setting(None, "Hub repository to push to while training, USER/NAME")
     hub_strategy: str = setting(
         "every_save",
-        "'end' pushes the final model, 'every_save' each checkpoint's model too, 'checkpoint' also "
-        "what --resume_from needs",
+        "'end' pushes the final model, 'every_save' each checkpoint's, 'checkpoint' also its state",
     )
     hub_revisions: bool = setting(False, "keep each pushed checkpoint as a revision, step1000")
 
@@ -211,9 +210,7 @@ class TrainConfig:
     report_to: list[str] = setting([], "trackers: wandb, tensorboard, trackio")
     seed: int = setting(1337, "seed of weights, data order, dropout and samples")
     deterministic: bool = setting(False, "use torch's deterministic algorithms, which are slower")
-    dry_run: list[str] = setting(
-        [], "print memory, FLOPs and time of this launch, or of a launch config and a GPU, and exit"
-    )
+    dry_run: list[str] = setting([], "print memory, time and cost of this or another launch")
     profile: int = setting(0, "updates to trace into trace-<rank>.json")
 
     def __post_init__(self) -> None:

@@ -210,8 +210,11 @@ def add_options(
             )
 
 
-def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words of a command line. `--data_dir` and `--verify` may precede the command."""
+def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the words of a command line, by default this process's.
+
+    `--data_dir` and `--verify` may precede the command.
+    """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ALWAYS)
     commands = parser.add_subparsers(dest="command")
