@@ -77,6 +77,17 @@ def noisy(update, rank="0"):
     return objective
 
 
+def diverging():
+    """The default loss, which is NaN from the seventh micro-batch on."""
+    calls = count()
+
+    def objective(model, batch):
+        loss = next_token_loss(model, batch)
+        return loss * torch.nan if next(calls) >= 6 else loss
+
+    return objective
+
+
 class Weights:
     """Saves the weights of each rank, in the run's folder."""
 
@@ -123,6 +134,7 @@ def own_data(config):
 
 CASES = {
     "noise": {"objective": noisy(20, rank="1"), "callbacks": [Weights()]},
+    "diverges": {"objective": diverging()},
     "stop": {"callbacks": [Stops()]},
     "names": {"objective": named},
     "two": {"objective": two_forwards, "callbacks": [Gradients()]},

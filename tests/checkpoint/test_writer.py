@@ -1,6 +1,8 @@
 """Writing, rotating and resuming checkpoints; `reliability/` tests faults."""
 
 import errno
+import json
+import os
 import threading
 from pathlib import Path
 
@@ -71,3 +73,27 @@ def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkey
         assert find_corruption(path) is None
         loss = lines[step - 1]["val/loss"]  # not of a later one
         assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
+
+
+def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(
+    tiny, tmp_path, monkeypatch
+):
+    log = tmp_path / "metrics.jsonl"
+    rename = Path.rename
+    synced = [0]
+    held = []
+
+    def fsync(file):
+        if log.exists() and os.path.samestat(os.fstat(file), log.stat()):
+            synced.append(log.stat().st_size)
+
+    def noted(self, target):
+        if target.name[-1].isdigit():
+            lines = log.read_bytes()[: synced[-1]].splitlines()
+            held.append((target.name, json.loads(lines[-1])["step"]))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", noted)
+    run(tiny(save_every=4))
+    assert held == [("checkpoint-4", 4), ("checkpoint-8", 8)]

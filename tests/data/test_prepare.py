@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from gpt2_accel import GPTConfig
 from gpt2_accel.data import documents
 from gpt2_accel.data.documents import chunks, held_out
-from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources
+from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources, prepare_text
 from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.sources import ChangedSource, corpus_files, find_files, is_text, row_files
@@ -440,34 +441,62 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
     prepared("e")
     assert read_manifest(tmp_path / "d") == read_manifest(tmp_path / "e")
     assert read[0] == (0, 0)
-    fails.append(True)
-    with refused("No space"):
-        prepared("f")
-    (folder / "0.jsonl").write_text(json_lines([make_text(100, 999)] * 8))
-    fails.clear()
-    prepared("f")
-    assert read[0] == (0, 0)
+    for name in ("4.txt", "0.jsonl"):
+        fails.append(True)
+        with refused("No space"):
+            prepared(name)
+        os.utime(folder / name, (1, 1))
+        fails.clear()
+        prepared(name)
+        assert read[0] == (0, 0)
     with refused("exists already"):
         prepared("e")
 
 
-def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, monkeypatch):
+def test_shards_are_on_disk_before_their_record_and_all_files_before_the_folder(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.jsonl").write_text(json_lines(make_text(30, seed) for seed in range(80)))
+    synced = set()
+    named = []
+
+    def checked(rename):
+        def run(source, target):
+            source = Path(source)
+            files = source.rglob("*") if source.is_dir() else source.parent.glob("*.bin")
+            assert synced.issuperset(path.stat().st_ino for path in files)
+            named.append(Path(target).name)
+            return rename(source, target)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    monkeypatch.setattr(os, "rename", checked(os.rename))
+    monkeypatch.setattr(os, "replace", checked(os.replace))
+    made(sources_of(tmp_path), tmp_path / "d", shard_tokens=1000)
+    assert named.count("record.json") > 3
+    assert named[-1] == "d"
+
+
+@pytest.mark.parametrize("name", ["2.jsonl", "0.txt"])
+def test_a_file_that_changes_while_it_is_read_ends_the_preparation(tmp_path, monkeypatch, name):
     folder = tmp_path / "c"
     folder.mkdir()
     rows = json_lines(make_text(30, seed) for seed in range(40))
-    for name in ("1.jsonl", "2.jsonl"):
-        (folder / name).write_text(rows)
+    for other in ("1.jsonl", name):
+        (folder / other).write_text(rows)
     encode = TextWriter.encode
 
     def changing(writer, group):
-        if any("2.jsonl" in piece.place for piece in group):
-            os.utime(folder / "2.jsonl", (1, 1))
+        if any(name in piece.place for piece in group):
+            os.utime(folder / name, (1, 1))
         return encode(writer, group)
 
     with monkeypatch.context() as patch:
         patch.setattr(TextWriter, "encode", changing)
         patch.setattr("gpt2_accel.data.prepare.GROUP", 1)
-        with pytest.raises(ChangedSource, match="2.jsonl"):
+        patch.setattr(documents, "CHUNK", 500)
+        with pytest.raises(ChangedSource, match=name):
             made(sources_of(folder), tmp_path / "d", shard_tokens=1000)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     made(sources_of(folder), tmp_path / "d")
@@ -497,6 +526,18 @@ def test_prepared_data_is_used_again_for_the_same_texts_and_never_overwritten(
     with refused("exists already"):
         prepared(texts | {"train": train}, tokenizer)
     assert (tmp_path / "d/train_000000.bin").stat() == written
+
+
+def test_a_start_that_another_start_overtakes_uses_its_folder(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("a few words, " * 20)
+
+    def overtaken(words):
+        prepare_text(text, tmp_path / "d", char_tokenizer)
+        return char_tokenizer(words)
+
+    prepare_text(text, tmp_path / "d", overtaken)
+    assert verify_data(tmp_path / "d") == 2
 
 
 def test_a_bpe_is_trained_on_a_text_with_a_long_line_without_spaces():

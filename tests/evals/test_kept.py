@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import chat_rows, metrics, run_recipe, write_lines
-from launching import launch
+from conftest import LONG, chat_rows, metrics, run_recipe, write_lines
+from launching import launch, sharded
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -60,6 +60,26 @@ def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
     assert answers == base["answers"]
 
 
+def test_it_estimates_the_divergence_of_the_base_from_the_tuned_model(
+    chat_model, tuned, monkeypatch
+):
+    """Unbiased: over many samples it is near the divergence, summed over the vocabulary."""
+    own, other = from_pretrained(chat_model), from_pretrained(tuned)
+    tokenizer = load_tokenizer(chat_model)
+    monkeypatch.setattr(kept, "PROMPTS", ["the cat"] * 200)
+    base = kept.sample_base(own, tokenizer, str(chat_model))
+    exact = []
+    for prompt, sampled in base["texts"]:
+        ids = torch.tensor([prompt + sampled[:-1]])
+        with torch.no_grad():
+            p, q = (model(ids)[0, len(prompt) - 1 :].log_softmax(-1) for model in (own, other))
+        exact += (p.exp() * (p - q)).sum(-1).tolist()
+    exact = sum(exact) / len(exact)
+    result, _ = kept.compare(other, tokenizer, base)
+    assert abs(result["val/kept"] - exact) < 4 * result["val/kept_stderr"]
+    assert result["val/kept_stderr"] < exact / 2
+
+
 def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
     flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 512, "--save_every", 4]
@@ -77,3 +97,8 @@ def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     launch(*command, processes=2)
     [again] = [line["val/kept"] for line in metrics(two) if "val/kept" in line]
     assert again == pytest.approx(value, abs=1e-4)
+    if LONG:
+        flags += ["--output_dir", tmp_path / "fsdp"]
+        sharded("tests/fsdp_script.py", *flags, RECIPE="chat_sft")
+        [again] = [line["val/kept"] for line in metrics(tmp_path / "fsdp") if "val/kept" in line]
+        assert again == pytest.approx(value, abs=1e-4)

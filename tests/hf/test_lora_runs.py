@@ -26,7 +26,9 @@ from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.generation.sampling import load
+from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
+from gpt2_accel.hf.chat_template import chat_tokenizer
+from gpt2_accel.hf.hub import stage
 from gpt2_accel.hf.lora import base_digests, base_of
 
 peft = pytest.importorskip("peft")
@@ -143,6 +145,26 @@ def test_an_adapter_without_new_tokens_opens_as_it_is(stopped, start):
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
 
 
+def test_a_run_of_0_5_whose_padding_has_a_row_goes_on(start, tmp_path, monkeypatch):
+    base = padded_by_its_end(start / "base", tmp_path / "base")
+
+    def before(name):
+        tokenizer = chat_tokenizer(name)
+        tokenizer.add_tokens(["<|pad|>"], special_tokens=True)
+        tokenizer.pad_token = "<|pad|>"
+        return tokenizer
+
+    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}"]
+    given += flags(tmp_path / "run", sequence_length=64, save_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt2_accel.hf.chat_template.chat_tokenizer", before)
+        run_recipe("chat_sft", *given, "--max_steps=2")
+    run_recipe("chat_sft", *given, "--max_steps=4")
+    assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 4
+    assert read_json(tmp_path / "run/config.json")["vocab_size"] == 261
+    assert len(list((tmp_path / "run").glob("data-*"))) == 1
+
+
 def test_a_resume_is_exact(chat_run, start, tmp_path):
     given = [f"--model={start / 'base'}", f"--data_dir={next(chat_run.glob('data-*'))}"]
     resumed = flags(tmp_path / "run", resume_from=chat_run / "checkpoint-6")
@@ -156,6 +178,15 @@ def test_a_resume_is_exact(chat_run, start, tmp_path):
     other = flags(tmp_path / "other", resume_from=chat_run / "checkpoint-6", lora=4)
     with refused("lora 8 -> 4"):
         run_recipe("chat_sft", *given, *other)
+
+
+def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
+    model, tokenizer = load(chat_run / "checkpoint-12")
+    [answer] = complete(model, tokenizer, [user_turn("Who 0?")], Sampling(max_new_tokens=5))
+    assert answer.ids
+    stage(chat_run / "checkpoint-12", tmp_path / "staged", "user/name")
+    assert (tmp_path / "staged" / ADAPTER).is_file()
+    assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
 
 
 def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):

@@ -49,6 +49,12 @@ def position_embedding(folder: Path) -> torch.Tensor:
     return load_file(folder / "model.safetensors")["transformer.wpe.weight"]
 
 
+def test_a_change_has_at_most_45_lines_after_its_header_and_imports():
+    for script in (ROOT / "recipes/changes").glob("*.py"):
+        text = script.read_text().rpartition("\nfrom ")[2]
+        assert len([line for line in text.splitlines()[1:] if line.strip()]) <= 45, script
+
+
 def with_ema(module):
     return {"callbacks": [module.EMA()]}
 

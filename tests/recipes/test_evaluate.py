@@ -1,5 +1,6 @@
 """Runs recipes/evaluate.py as a user does."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from conftest import (
     refused,
     run,
     run_recipe,
+    status,
     write_lines,
 )
 from launching import launch
 
 from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel.evals import validation
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
 
@@ -168,3 +171,38 @@ def test_mistakes_are_refused_before_scoring(tiny, items, tmp_path, monkeypatch)
     with refused("transformer.wte.weight of .*run holds NaN"):
         run_recipe("evaluate", *flags, items / "text.txt")
     assert scored == []
+
+
+def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path, monkeypatch):
+    """A run that trains meanwhile removes its older checkpoints."""
+    run(tiny("run", max_steps=4, save_every=2))
+    changed = status(tmp_path / "run") | {"state": "running"}
+    (tmp_path / "run/status.json").write_text(json.dumps(changed))
+    honest = validation.EvalLoader
+
+    def removing(*args, **options):
+        shutil.rmtree(tmp_path / "run/checkpoint-4", ignore_errors=True)
+        return honest(*args, **options)
+
+    monkeypatch.setattr(validation, "EvalLoader", removing)
+    run_recipe("evaluate", "--model", tmp_path / "run", "--data_dir", data_dir)
+    [entry] = read_json(tmp_path / "run/evaluation.json").values()
+    assert entry["step"] == 4
+    assert len(entry["weights"]) == 64
+
+
+def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
+    """Another rank, which would find a newer one, evaluates the one that it is told."""
+    run(tiny("run", max_steps=4, save_every=2))
+    (tmp_path / "run/config.json").unlink()  # a running training has no model there
+
+    def told(function):
+        newest_here = function()
+        newest = tmp_path / "run/checkpoint-4"
+        return newest.with_name("checkpoint-2") if newest_here == newest else newest_here
+
+    monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
+    flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
+    run_recipe("evaluate", "--model", tmp_path / "run", *flags)
+    [entry] = read_json(tmp_path / "out.json").values()
+    assert entry["step"] == 2

@@ -24,7 +24,9 @@ from conftest import (
     weights_digest,
 )
 from interrupted import (
+    KILLING_SCRIPT,
     SCRIPT,
+    killed_before_each,
     last_step,
     log_of,
     start,
@@ -93,6 +95,26 @@ def test_an_extended_run_gives_its_newest_weights(tiny, tmp_path):
     assert Path(model_directory(tmp_path)) == tmp_path / f"checkpoint-{step}"
     run(tiny(max_steps=step + 2, resume_from="latest"))
     assert Path(model_directory(tmp_path)) == tmp_path
+
+
+@long
+def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path):
+    """The last save of a run that diverges is of an older step than its newest update."""
+
+    def diverged(kill_at):
+        folder = tmp_path / f"killed-{kill_at}"
+        config = tiny(folder, max_steps=99, save_every=4, keep_last=1)
+        command = (KILLING_SCRIPT, kill_at, ".checkpoint-6.", "tests/seams_script.py")
+        return python(*command, *as_flags(config), fails=None, CASE="diverges")
+
+    for number in killed_before_each(diverged, 1, ends=1):
+        saved = list_checkpoints(tmp_path / f"killed-{number}")
+        assert saved
+        assert all(find_corruption(path) is None for path in saved)
+    # The run that was not killed keeps the checkpoint from before, and is told to resume from it.
+    last_run = tmp_path / f"killed-{number + 1}"
+    assert [path.name for path in list_checkpoints(last_run)] == ["checkpoint-4", "checkpoint-6"]
+    assert "resume from checkpoint-6" in status(last_run)["reason"]
 
 
 def validation_losses(lines: list[dict]) -> list[tuple[int, float]]:

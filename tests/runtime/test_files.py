@@ -41,6 +41,24 @@ def test_only_leftovers_of_ended_processes_are_removed(tmp_path):
     assert set(tmp_path.iterdir()) == {mine, elsewhere}
 
 
+def test_a_failed_replacement_of_a_folder_puts_the_old_one_back(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-4"
+    rename = Path.rename
+    with atomic_directory(path) as folder:
+        (folder / "a.txt").write_text("old")
+
+    def no_space(self, target):
+        if (self / "a.txt").read_text() == "new":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", no_space)
+    with refused("No space"), atomic_directory(path, replace=True) as folder:
+        (folder / "a.txt").write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert (path / "a.txt").read_text() == "old"
+
+
 def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced = {}
     named = []
