@@ -27,9 +27,9 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "targets_per_second": ("counted tokens/s", 1, ",.0f"),
     "memory": ("peak memory, GiB", 2**-30, ".2f"),
     "reserved": ("reserved, GiB", 2**-30, ".2f"),
-    "speed_up": ("speed-up over it", 1, ".2f"),
-    "memory_ratio": ("memory relative to it", 1, ".2f"),
-    "gain": ("x before", 1, ".2f"),
+    "speed_up": ("x its speed", 1, ".2f"),
+    "memory_ratio": ("x its memory", 1, ".2f"),
+    "gain": ("x the row above", 1, ".2f"),
     "llms_from_scratch": ("LLMs-from-scratch, tokens/s", 1, ",d"),
     "build_nanogpt": ("build-nanogpt, ms", 1, ",d"),
     "remark": ("remark", 1, ""),
@@ -40,7 +40,7 @@ HEADLINE = {
     "gpt2": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "baby": ("training nanoGPT's CPU model", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "shakespeare": (
-        "tiny Shakespeare to a loss of 1.90",
+        "tiny Shakespeare to a loss of 1.90, each with its own settings",
         ("`shakespeare_fast.py`", "nanoGPT's loop"),
     ),
     "generation": ("writing with GPT-2 124M", ("gpt2_accel", "generate of transformers")),
@@ -96,7 +96,7 @@ def table(result: dict) -> str:
     names = [name for name in COLUMNS if any(name in row for row in rows)]
     heads = [""]
     heads += [COLUMNS[name][0] for name in names]
-    title = result["title"]
+    title = result["title"].replace(", 1 rounds", ", 1 round")
     body = []
     for row in rows:
         line = [row["name"]]
@@ -105,7 +105,7 @@ def table(result: dict) -> str:
         if "mfu" in row:
             share = spread(row["mfu"], ".0%")
             speed = row["matmul_flops"]["median"] / 1e12
-            title += f"; {row['name']} reaches {share} of the matrix products' {speed:.2f} TFLOP/s"
+            title += f"; {row['name']} reaches {share} of the {speed:.2f} TFLOP/s of a matrix product"
     if "machine" in result:
         title += f". {place(result['machine'])}"
     return f"{title}:\n\n{markdown(heads, body)}"
@@ -120,7 +120,7 @@ def place(machine: dict) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Returns a row for each comparison of `HEADLINE` on each kind of device, and the machines."""
+    """Returns a row for each comparison of `HEADLINE` with several rounds, and the machines."""
     rows = []
     places = []
     for name, (task, names) in HEADLINE.items():
@@ -129,6 +129,8 @@ def headline(folder: Path = RESULTS) -> str:
             title = f"{task} on {result['machine']['device']}"
             for beside_name in names[1:]:
                 other = named_row(result, beside_name)
+                if other["speed_up"]["low"] == other["speed_up"]["high"]:
+                    continue  # one round
                 speed = f"{other['speed_up']['median']:.2f} x"
                 memory = f"{other['memory_ratio']:.2f} x" if "memory_ratio" in other else ""
                 beside = f"{other['name']}, {other['setting']}"
