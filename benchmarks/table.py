@@ -25,7 +25,7 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "time": ("seconds", 1, ",.1f"),
     "tokens_per_second": ("tokens/s", 1, ",.0f"),
     "targets_per_second": ("counted tokens/s", 1, ",.0f"),
-    "memory": ("peak memory, GiB", 2**-30, ".2f"),
+    "memory": ("memory, GiB", 2**-30, ".2f"),
     "reserved": ("reserved, GiB", 2**-30, ".2f"),
     "speed_up": ("x its speed", 1, ".2f"),
     "memory_ratio": ("x its memory", 1, ".2f"),
@@ -94,9 +94,13 @@ def table(result: dict) -> str:
     """Returns a result as a title and a Markdown table."""
     rows = result["rows"]
     names = [name for name in COLUMNS if any(name in row for row in rows)]
+    title = result["title"].replace(", 1 rounds", ", 1 round")
+    settings = {row.get("setting") for row in rows}
+    if len(rows) > len(settings) == 1 and "setting" in names:
+        names.remove("setting")
+        title += f", {settings.pop()}"
     heads = [""]
     heads += [COLUMNS[name][0] for name in names]
-    title = result["title"].replace(", 1 rounds", ", 1 round")
     body = []
     for row in rows:
         line = [row["name"]]
