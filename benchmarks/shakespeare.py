@@ -62,7 +62,7 @@ def validation_loss(model_dir: Path, text: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", type=Path, help="text file; default a download")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     parser.add_argument("--results", default=RESULTS, help="folder of the results")
     options = parser.parse_args()
     text, _ = one_text(options.input)

@@ -25,11 +25,11 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
     "time": ("seconds", 1, ",.1f"),
     "tokens_per_second": ("tokens/s", 1, ",.0f"),
     "targets_per_second": ("counted tokens/s", 1, ",.0f"),
-    "memory": ("peak memory, GiB", 2**-30, ".2f"),
+    "memory": ("memory, GiB", 2**-30, ".2f"),
     "reserved": ("reserved, GiB", 2**-30, ".2f"),
-    "speed_up": ("speed-up over it", 1, ".2f"),
-    "memory_ratio": ("memory relative to it", 1, ".2f"),
-    "gain": ("x before", 1, ".2f"),
+    "speed_up": ("x its speed", 1, ".2f"),
+    "memory_ratio": ("x its memory", 1, ".2f"),
+    "gain": ("x the row above", 1, ".2f"),
     "llms_from_scratch": ("LLMs-from-scratch, tokens/s", 1, ",d"),
     "build_nanogpt": ("build-nanogpt, ms", 1, ",d"),
     "remark": ("remark", 1, ""),
@@ -40,7 +40,7 @@ HEADLINE = {
     "gpt2": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "baby": ("training nanoGPT's CPU model", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "shakespeare": (
-        "tiny Shakespeare to a loss of 1.90",
+        "tiny Shakespeare to a loss of 1.90, each with its own settings",
         ("`shakespeare_fast.py`", "nanoGPT's loop"),
     ),
     "generation": ("writing with GPT-2 124M", ("gpt2_accel", "generate of transformers")),
@@ -94,9 +94,13 @@ def table(result: dict) -> str:
     """Returns a result as a title and a Markdown table."""
     rows = result["rows"]
     names = [name for name in COLUMNS if any(name in row for row in rows)]
+    title = result["title"].replace(", 1 rounds", ", 1 round")
+    settings = {row.get("setting") for row in rows}
+    if len(rows) > len(settings) == 1 and "setting" in names:
+        names.remove("setting")
+        title += f", {settings.pop()}"
     heads = [""]
     heads += [COLUMNS[name][0] for name in names]
-    title = result["title"]
     body = []
     for row in rows:
         line = [row["name"]]
@@ -105,7 +109,7 @@ def table(result: dict) -> str:
         if "mfu" in row:
             share = spread(row["mfu"], ".0%")
             speed = row["matmul_flops"]["median"] / 1e12
-            title += f"; {row['name']} reaches {share} of the matrix products' {speed:.2f} TFLOP/s"
+            title += f"; {row['name']} reaches {share} of the {speed:.2f} TFLOP/s of a matrix product"
     if "machine" in result:
         title += f". {place(result['machine'])}"
     return f"{title}:\n\n{markdown(heads, body)}"
@@ -120,7 +124,7 @@ def place(machine: dict) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Returns a row for each comparison of `HEADLINE` on each kind of device, and the machines."""
+    """Returns a row for each comparison of `HEADLINE` with several rounds, and the machines."""
     rows = []
     places = []
     for name, (task, names) in HEADLINE.items():
@@ -129,6 +133,8 @@ def headline(folder: Path = RESULTS) -> str:
             title = f"{task} on {result['machine']['device']}"
             for beside_name in names[1:]:
                 other = named_row(result, beside_name)
+                if other["speed_up"]["low"] == other["speed_up"]["high"]:
+                    continue  # one round
                 speed = f"{other['speed_up']['median']:.2f} x"
                 memory = f"{other['memory_ratio']:.2f} x" if "memory_ratio" in other else ""
                 beside = f"{other['name']}, {other['setting']}"
