@@ -109,7 +109,9 @@ def table(result: dict) -> str:
         if "mfu" in row:
             share = spread(row["mfu"], ".0%")
             speed = row["matmul_flops"]["median"] / 1e12
-            title += f"; {row['name']} reaches {share} of the {speed:.2f} TFLOP/s of a matrix product"
+            title += (
+                f"; {row['name']} reaches {share} of the {speed:.2f} TFLOP/s of a matrix product"
+            )
     if "machine" in result:
         title += f". {place(result['machine'])}"
     return f"{title}:\n\n{markdown(heads, body)}"
