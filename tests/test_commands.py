@@ -103,7 +103,7 @@ def started_by(words: list[str], cwd: Path) -> list[str]:
         words = [str(cwd / word) if word.endswith(".yaml") else word for word in words]
         patch.chdir(cwd)
         run_program(words)
-    if started[:3] == ["-P", "-m", "accelerate.commands.launch"]:
+    if started[:2] == ["-P", "-c"]:  # the launcher
         return ["accelerate", "launch"] + started[3:]
     return ["python"] + started
 
