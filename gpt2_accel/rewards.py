@@ -222,10 +222,11 @@ class PolicyGradient:
         size = run.train_loader.micro_batch_size * self.group
         device = run.accelerator.device
         factor = run.accelerator.num_processes / total
+        positions = unwrap(run.accelerator, run.model).config.n_positions
         sums = torch.zeros(2, device=device)  # the loss, and the nats
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            inputs, targets = (x.to(device) for x in padded(part))
+            inputs, targets = (x.to(device) for x in padded(part, positions))
             nats = run.model(inputs, targets, reduction="none").float()
             advantages = torch.tensor([row.advantage for row in part], device=device)
             loss = (nats * advantages[:, None].float()).sum() * factor
@@ -264,10 +265,11 @@ class Row(NamedTuple):
     counts: bool
 
 
-def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns inputs and targets of rows, (B, T) int64; only the answers' tokens are targets."""
+def padded(rows: Sequence[Row], positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns inputs and targets of rows, (B, T) int64, T at most `positions`; only the answers'
+    tokens are targets."""
     longest = max(len(row.task.ids) + len(row.answer) for row in rows) - 1
-    inputs = torch.zeros(len(rows), round_up(longest, MULTIPLE), dtype=torch.int64)
+    inputs = torch.zeros(len(rows), min(round_up(longest, MULTIPLE), positions), dtype=torch.int64)
     targets = torch.full_like(inputs, -100)
     for i, row in enumerate(rows):
         ids = torch.tensor(row.task.ids + row.answer)

@@ -165,8 +165,8 @@ def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
 def test_the_end_of_a_turn_counts_and_prompts_do_not():
     tasks = [Question({}, [], [5, 6, 7]), Question({}, [], [5])]
     rows = [Row(tasks[0], [8, 9], "", 1, 0.5, True), Row(tasks[1], [8, 2, 4], "", 0, -0.5, False)]
-    inputs, targets = rewards.padded(rows)
-    assert inputs.shape == (2, 16)
+    inputs, targets = rewards.padded(rows, 12)
+    assert inputs.shape == (2, 12)
     assert inputs[0, :4].tolist() == [5, 6, 7, 8]
     assert targets[0, :5].tolist() == [-100, -100, 8, 9, -100]
     assert (targets[1] == -100).all()  # it was cut, and is masked
@@ -387,7 +387,7 @@ def test_gradients_equal_trl(chat_model, tmp_path):
         for p, a, x in zip(prompts, answers, advantages, strict=True)
     ]
     loader = SimpleNamespace(micro_batch_size=1)
-    accelerator = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+    accelerator = Accelerator()
     run = SimpleNamespace(model=own, accelerator=accelerator, train_loader=loader)
     run.backward = lambda loss, last: loss.backward()
     PolicyGradient([], None, group=4).train(run, rows, float(mask.sum()))
