@@ -1,14 +1,17 @@
 """Runs the recipes as a user does, on less data and for fewer updates."""
 
+import gzip
 import shlex
 import shutil
 import sysconfig
 
 import pytest
 import yaml
-from conftest import make_text, metrics, run_recipe
+from conftest import make_text, metrics, refused, run_recipe
 from launching import python
 from test_commands import started_by
+
+from gpt2_accel.data.source import open_data
 
 
 @pytest.fixture
@@ -25,6 +28,22 @@ def library(tmp_path, monkeypatch):
 
 def decay_of(run):
     return yaml.safe_load((run / "config.yaml").read_text())["weight_decay"]
+
+
+def test_quickstart_prepares_a_file_beside_its_run(tmp_path):
+    text = tmp_path / "my.txt.gz"
+    text.write_bytes(gzip.compress(make_text(2000, 0).encode()))
+    small = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32, "total_batch_size": 512}
+    flags = [f"--{name}={value}" for name, value in small.items()]
+    flags += ["--data", text, "--output_dir", tmp_path / "run", "--vocab_size", 270]
+    for steps in (1, 2):  # the second goes on with the same shards
+        run_recipe("quickstart", *flags, "--max_steps", steps)
+    assert metrics(tmp_path / "run")[-1]["step"] == 2
+    [data] = (tmp_path / "run").glob("data-*")
+    assert len(open_data(data).tokenizer) == 270
+    text.write_bytes(gzip.compress(b"another text"))
+    with refused("my.txt.gz or the tokenizer has changed since the run"):
+        run_recipe("quickstart", *flags, "--max_steps", 3)
 
 
 def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, tmp_path, capsys):
