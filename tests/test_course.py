@@ -70,7 +70,7 @@ def test_a_notebook_runs(path, solved, folder):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
 def test_a_notebook_is_complete(path):
     notebook = read(path)
-    assert notebook.cells[0].source.startswith(f"# {path.name[0]} · ")
+    assert notebook.cells[0].source.startswith(f"# {int(path.name[:2])} · ")
     code = code_cells(notebook)
     first = code_cells(read(NOTEBOOKS[0]))  # all notebooks begin alike
     assert [cell.source for cell in code[:2]] == [cell.source for cell in first[:2]]
