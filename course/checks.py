@@ -5,17 +5,16 @@
 - `solution`: the source of a right function, the same as in the notebook's solution cell.
 - `cases`: expressions that call the function. A function is right if each has the value that the
   solution gives. `setup` is code that runs before each case, in a copy of the notebook's names.
-  `tolerance` is the largest error of a number, relative to the largest expected one.
 - `mistakes`: `[sentence, old, new, …]`, edits of the solution, or `[sentence, source]`. A function
   that gives the same wrong value as the edited solution gets the sentence.
 - `hints`: a question, the idea, the line.
 - `start`: the function in the exercise's cell, as the learner finds it.
 """
 
+import __main__
 import inspect
 import io
 import signal
-import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -26,8 +25,9 @@ from typing import Any
 import torch
 import yaml
 
-EXERCISES = yaml.safe_load(Path(__file__).with_name("exercises.yaml").read_text(encoding="utf-8"))
-SECONDS = 10  # the time limit of a case
+EXERCISES = yaml.safe_load(Path(__file__).with_name("exercises.yaml").read_bytes())
+SECONDS = 5  # the limit of a case's CPU time
+NOTEBOOK = vars(__main__)  # its names
 tries: defaultdict[str, set[tuple]] = defaultdict(set)  # the versions of a function that failed
 
 
@@ -45,7 +45,7 @@ def check(name: str, function: Callable) -> None:
         print(f"{name}: not written yet. Complete the cell above and run it, then this one.")
     elif wrong:
         tries[name].add(version)
-        print(f"{name}: not yet. {wrong}\nHint: {exercise['hints'][min(len(tries[name]), 3) - 1]}")
+        print(f"{name}: not yet. {wrong}\nHint: {exercise['hints'][: len(tries[name])][-1]}")
     else:
         print(f"{name}: solved.")
 
@@ -63,80 +63,87 @@ def keep(name: str, function: Callable, solution: Callable | None = None) -> Cal
 def problem(name: str, function: Callable) -> str:
     """Returns what is wrong with a function, "" if nothing is, and prints what it printed."""
     exercise = EXERCISES[name]
-    tolerance = exercise.get("tolerance", 1e-4)
     right = exercise["solution"]
     for case in exercise["cases"]:
         came, printed = outcome(name, function, case)
         expected, _ = outcome(name, build(name, right), case)
-        place = difference(came, expected, tolerance)
-        print(printed, end="")
+        if isinstance(expected, Exception):
+            raise expected
+        place = difference(came, expected)
         if not place:
             continue
-        wrong = f"`{case}` gives {show(came)}, expected {show(expected)}{place}."
+        print(printed, end="")
+        wrong = f"`{case}` gives {show(came)}, expected {show(expected)}{place}"
         if isinstance(came, Exception):
-            wrong = f"`{case}` raises {came!r}{line_of(came, function)}."
-        none = "It prints its result and returns None." if printed else "It returns None."
-        for sentence, *edits in [[none, f"def {name}(*_): ..."], *exercise["mistakes"]]:
+            wrong = f"`{case}` raises {came!r}{line_of(came, function)}"
+        none = f"It returns None and prints {printed.strip() or 'nothing'}."
+        for sentence, *edits in [*exercise["mistakes"], [none, f"def {name}(*_): ..."]]:
             source = right if edits[1:] else edits[0]
             for old, new in zip(edits[::2], edits[1::2]):
                 source = source.replace(old, new)
-            if not difference(came, outcome(name, build(name, source), case)[0], tolerance):
+            if not difference(came, outcome(name, build(name, source), case)[0]):
                 return f"{sentence} {wrong}"
         return wrong
     return ""
 
 
+def too_long(*_: Any) -> None:
+    """Ends a case that takes too long."""
+    raise TimeoutError(f"it did not end within {SECONDS} seconds")
+
+
+signal.signal(signal.SIGVTALRM, too_long)
+
+
 def build(name: str, source: str) -> Callable:
     """Returns the function that `source` defines, with the notebook's names."""
-    names = dict(vars(sys.modules["__main__"]))
+    names = dict(NOTEBOOK)
     exec(source, names)
     return names[name]
 
 
 def outcome(name: str, function: Callable, case: str) -> tuple[Any, str]:
     """Returns a case's value or exception, and what the function printed."""
-
-    def too_long(*_: Any) -> None:
-        raise TimeoutError(f"it did not end within {SECONDS} seconds")
-
-    names = {**vars(sys.modules["__main__"]), name: function}
-    signal.signal(signal.SIGALRM, too_long)
+    names = {**NOTEBOOK, name: function}
     with redirect_stdout(io.StringIO()) as output, torch.random.fork_rng(devices=[]):
         try:
             exec(EXERCISES[name].get("setup", ""), names)
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
             value = eval(case, names)
         except Exception as error:
             value = error
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     return value, output.getvalue()
 
 
 def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the numbers and texts in a value with their places; of an array its library, too."""
-    if getattr(value, "ndim", 0):
-        yield f"{place} in", type(value).__module__.split(".")[0]
+    """Yields the numbers and texts in a value with their places; an array's kind at its own."""
     if hasattr(value, "tolist"):
+        if value.ndim:
+            yield place, torch.is_tensor(value)
         value = value.tolist()
     if isinstance(value, list | tuple | range):
         value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        yield place, repr(value) if isinstance(value, Exception) else value
-        return
-    for key, part in value.items():
-        yield from leaves(part, f"{place}[{key!r}]")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from leaves(part, f"{place}[{key!r}]")
+    else:
+        yield place, value
 
 
-def difference(came: Any, expected: Any, tolerance: float) -> str:
-    """Returns the first place where two values differ, "" if they are the same."""
+def difference(came: Any, expected: Any) -> str:
+    """Returns the first place where two values differ, "" if they are the same.
+
+    Floats may differ by 1e-4 of the largest one.
+    """
     ours, theirs = dict(leaves(came)), dict(leaves(expected))
-    scale = max((abs(one) for one in theirs.values() if isinstance(one, float)), default=0)
+    largest = max((abs(one) for one in theirs.values() if isinstance(one, float)), default=0)
     for place in theirs | ours:
         mine, right = ours.get(place, "nothing"), theirs.get(place, "nothing")
-        close = isinstance(mine, int | float) and isinstance(right, float)
-        if mine != right and not (close and abs(mine - right) <= tolerance * scale):
-            return f"; at {place or 'all'} {mine!r}, not {right!r}"
+        numbers = isinstance(mine, int | float) and isinstance(right, int | float)
+        if repr(mine) != repr(right) and not (numbers and abs(mine - right) <= 1e-4 * largest):
+            return f"; at {place} {mine!r}, not {right!r}." if place else "."
     return ""
 
 
@@ -149,8 +156,8 @@ def line_of(error: Exception, function: Callable) -> str:
     """Returns the line of the function's cell where an exception came from."""
     lines = traceback.extract_tb(error.__traceback__)
     file = inspect.unwrap(function).__code__.co_filename
-    own = [f", in line {line.lineno}: `{line.line}`" for line in lines if line.filename == file]
-    return "".join(own[-1:])
+    own = [f", in line {line.lineno}: `{line.line}`." for line in lines if line.filename == file]
+    return own[-1] if own else "."
 
 
 def code_of(function: Callable) -> tuple:

@@ -35,7 +35,7 @@ def define(name: str, source: str):
     """Defines a function in the notebook's names, as a cell does, and returns it."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = vars(sys.modules["__main__"])
+    names = checks.NOTEBOOK
     exec(compile(source, file, "exec"), names)
     return names[name]
 
@@ -73,10 +73,10 @@ def notebook(monkeypatch):
     names |= dict(Counter=Counter, vocabulary=vocabulary, encode=encode_bytes, tokens=tokens)
     names |= dict(END=tokens.encode("<|im_end|>")[0], likeliest=lambda ids: 0)
     names |= dict(synchronize=lambda: None)
-    names["mix"] = lambda x, key: (x * np.uint64(2654435761) + np.uint64(key) * np.uint64(977)) >> np.uint64(3)
+    names["mix"] = lambda x, key: x * np.uint64(2654435761) + np.uint64(key * 977) >> np.uint64(3)
     vars(module).update(names)
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(checks, "SECONDS", 2)
+    monkeypatch.setattr(checks, "NOTEBOOK", vars(module))
+    monkeypatch.setattr(checks, "SECONDS", 1)
     checks.tries.clear()
     return module
 
