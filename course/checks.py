@@ -11,7 +11,6 @@
 - `start`: the function in the exercise's cell, as the learner finds it.
 """
 
-import __main__
 import inspect
 import io
 import signal
@@ -24,6 +23,8 @@ from typing import Any
 
 import torch
 import yaml
+
+import __main__
 
 EXERCISES = yaml.safe_load(Path(__file__).with_name("exercises.yaml").read_bytes())
 SECONDS = 5  # the limit of a case's CPU time

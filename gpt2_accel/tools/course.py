@@ -6,4 +6,4 @@ from gpt2_accel.runtime.recipe_command import folder
 
 sys.path.append(str(folder("course")))
 
-from checks import check, keep  # noqa: E402, F401
+from checks import check, keep  # noqa: F401

@@ -8,17 +8,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from launching import ROOT
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2_accel.tools.course import check, keep
+from gpt2_accel.tools.course import check
 
 checks = sys.modules[check.__module__]
 ANSWERS = yaml.safe_load((Path(__file__).parent / "answers.yaml").read_text(encoding="utf-8"))
