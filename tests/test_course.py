@@ -72,10 +72,8 @@ def test_a_notebook_runs(path, answers, folder):
     written = {found.name for found in folder.iterdir()}
     assert written <= {path.stem for path in NOTEBOOKS}  # each has its own folder
     verdict, kept = PRINTED[answers]
-    for tag, start in (
-        ("check", f"NAME: {verdict}"),
-        ("solution", f"The notebook goes on with {kept}NAME."),
-    ):
+    starts = {"check": f"NAME: {verdict}", "solution": f"The notebook goes on with {kept}NAME."}
+    for tag, start in starts.items():
         for name, cell in zip(names(notebook), tagged(notebook, tag), strict=True):
             printed = "".join(output.get("text", "") for output in cell.outputs)
             assert start.replace("NAME", name) in printed
