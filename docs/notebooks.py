@@ -20,7 +20,8 @@ KAGGLE = "https://kaggle.com"
 
 
 def linked(text: str) -> str:
-    """Returns Markdown of course/ with its links as they are between the site's pages."""
+    """Returns Markdown of course/ as the site's: links between its pages, badges left out."""
+    text = re.sub(r"\[!\[Open in Colab\].*\n\n", "", text)
     return re.sub(r"\]\(([\w.-]+)\.ipynb\)", r"](\1.md)", text).replace("](../docs/", "](../")
 
 
