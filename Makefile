@@ -5,7 +5,7 @@ PART ?= tests
 ADDRESS ?= ADDRESS
 BIN := .venv/bin
 
-.PHONY: quickstart chat rl test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
+.PHONY: quickstart chat rl course course-handout test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
 
 LAUNCH := $(BIN)/gpt2-accel launch accelerate_configs/cpu.yaml
 
@@ -37,6 +37,12 @@ rl: .venv/installed  ## two-digit sums by reward alone, after 100 solutions: 8 m
 		--max_new_tokens 6 --batch_size 32 --micro_batch_size 32 --learning_rate 3e-4 --max_steps 200 --test_every 50
 	@$(FINISHED) runs/sums_rl/status.json
 	$(BIN)/python recipes/evaluate.py --model runs/sums_sft runs/sums_rl --tasks chat --data data/sums/held_out.jsonl
+
+course: .venv/installed-dev  ## the repository's address and badges for Colab and Kaggle in the course's notebooks: ADDRESS=https://github.com/…
+	$(BIN)/python docs/notebooks.py address '$(or $(filter http%,$(ADDRESS)),$(error ADDRESS is the repository, https://github.com/…))'
+
+course-handout: .venv/installed-dev  ## the course's notebooks without solutions and outputs, into build/course/
+	$(BIN)/python docs/notebooks.py handout build/course
 
 test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
@@ -76,7 +82,7 @@ bench-real: .venv/installed-dev  ## speed and memory of fine-tuning two pretrain
 test-real: .venv/installed-dev  ## test two pretrained models, in MODELS: logits, chat, fine-tuning; 30 minutes
 	MODELS=$(MODELS) $(BIN)/python -m pytest tests/test_real_models.py
 
-test-course: .venv/installed-dev  ## run all notebooks of course/ in one folder, then once more; 30 minutes
+test-course: .venv/installed-dev  ## run all notebooks of course/ in one folder: as handed out, solved, with wrong answers; 20 minutes
 	COURSE=long $(BIN)/python -m pytest tests/test_course.py
 
 test-install: .venv/installed-dev  ## install the wheel and run the notebook in fresh environments: 10 minutes
@@ -106,8 +112,10 @@ gpu:  ## checks or measurements on a GPU, offline, by the Python that is there: 
 	HF_HUB_OFFLINE=1 PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) $(or $(GPU_$(PART)),$(error PART is tests, bench or ladder))
 
 docs: .venv/installed-dev  ## the documentation's site, into site/; a dead link or a missing name fails: ADDRESS=the repository's
+	$(BIN)/python docs/notebooks.py pages
 	$(BIN)/zensical build --clean --strict
-	find site -name '*.html' -o -name search.json | ADDRESS='$(ADDRESS)' xargs perl -pi -e 's/\bADDRESS\b/$$ENV{ADDRESS}/g'
+	find site -name '*.html' -o -name search.json | ADDRESS='$(ADDRESS)' xargs perl -pi -e 's{(\.\./)*\bADDRESS\b}{$$ENV{ADDRESS}}g'
+	rm site/notebooks.py
 
 lint: .venv/installed-dev  ## run the linter and the type checker
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from conftest import make_text, read_json, small_notebook
 from launching import ROOT
 
 LONG = os.environ.get("INSTALL") == "long"
-FOLDERS = ("recipes", "accelerate_configs", "benchmarks")  # inside the package in a wheel
+FOLDERS = ("recipes", "accelerate_configs", "benchmarks", "course")  # inside the package in a wheel
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 SMALL = "--n_layer 1 --n_head 2 --n_embd 16 --n_positions 32 --micro_batch_size 2"
 SMALL += " --total_batch_size 128 --max_steps 3 --eval_every 0 --sample_every 0"
@@ -28,7 +28,7 @@ PINNED = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 
 # Runs every recipe up to its `main`, which includes imports of other recipes and of benchmarks.
 IMPORTS = """
-import runpy, sys, gpt2_accel
+import runpy, sys, gpt2_accel, gpt2_accel.tools.course
 from gpt2_accel.cli.command import RECIPES
 sys.modules["gradio"] = None  # takes seconds to import
 sys.path.insert(0, str(RECIPES["sample"].parent))
