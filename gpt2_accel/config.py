@@ -101,8 +101,6 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.compile and self.num_samples > 1:
             raise ValueError("compile is for one sample: give --num_samples 1")
-        if "" in self.stop:
-            raise ValueError("stop holds an empty string: leave it out")
 
 
 # The sections of `--help`, by the first setting of each. A recipe's own settings come before them.

@@ -12,7 +12,7 @@ import torch
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import ARCHITECTURES, TrainConfig
 from gpt2_accel.data.source import Data
-from gpt2_accel.hf.chat_template import extends, with_rows
+from gpt2_accel.hf.chat_template import with_rows
 from gpt2_accel.hf.convert import (
     configured_shape,
     from_pretrained,
@@ -20,12 +20,17 @@ from gpt2_accel.hf.convert import (
     load_weights,
     local_directory,
 )
-from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, base_digests, set_dtype
+from gpt2_accel.hf.lora import NEEDS_MODEL, add_lora, set_dtype
+from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded
 from gpt2_accel.models.any_model import AnyModel
-from gpt2_accel.optim import hidden_matrices
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, load_tokenizer
+from gpt2_accel.tokenizer import (
+    PreTrainedTokenizerBase,
+    check_vocabulary,
+    document_marks,
+    load_tokenizer,
+)
 
 NewModel = Callable[[Any, PreTrainedTokenizerBase], torch.nn.Module]
 """(settings, the tokenizer of the data) -> a model."""
@@ -50,7 +55,7 @@ def build_model(
         model = users or configured_shape(config, len(data.tokenizer)).build()
     else:
         verify = checkpoint is None  # `find_checkpoint` has verified that
-        directory = verified_directory(source, verify, "use another checkpoint")
+        directory = verified_directory(source, verify)
         merge = not (config.lora and checkpoint)  # an adapter to start from is part of the base
         model = load_model(config, data, Path(local_directory(directory)), users, merge)
     n_positions = model.config.n_positions
@@ -120,18 +125,14 @@ def load_model(
     check_finite(model, source)
     if (source / "tokenizer.json").exists() and not config.ignore_changes:
         source_tokenizer = load_tokenizer(source)
-        if given is None and data.chat and extends(tokenizer, source_tokenizer):
+        more = source_tokenizer.get_vocab().items() < tokenizer.get_vocab().items()
+        if given is None and data.chat and more:
             rows = range(len(source_tokenizer), len(tokenizer))
             model = with_rows(model, len(source_tokenizer), len(tokenizer))
         else:
             data.check_tokenizer(source_tokenizer, source)
     # A published model may have more rows than its tokenizer has tokens, as Qwen3 has.
-    if model.config.vocab_size < len(tokenizer):
-        raise ValueError(
-            f"{source} has a vocabulary of {model.config.vocab_size}, but {data.name} was "
-            f"tokenized with one of {len(tokenizer)}: prepare the text with a tokenizer of at most "
-            "as many tokens, in another --data_dir"
-        )
+    check_vocabulary(tokenizer, model.config.vocab_size, source)
     if given is not None:
         return model
     if config.lora:
@@ -139,17 +140,10 @@ def load_model(
         if not model.adapter:
             if config.init_from is None:
                 raise ValueError(NEEDS_MODEL)
-            named = hidden_matrices(model)
-            smallest = min(min(m.shape[-2:]) for name, m in named if "router" not in name)
-            if config.lora > smallest:
-                raise ValueError(
-                    f"--lora {config.lora} exceeds {smallest}, the smaller side of a matrix that "
-                    "it adapts: lower it"
-                )
             base = str(source.resolve())
             if not Path(config.init_from).is_dir():  # the cache names the commit
                 base = f"{config.init_from.partition('@')[0]}@{source.name}"
-            add_lora(model, config, rows, base, base_digests(source))
+            add_lora(model, config, rows, base, weights_digest(source))
     if config.init_from is not None:
         check_loaded(config, model.config)
     return model

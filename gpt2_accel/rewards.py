@@ -15,7 +15,6 @@ answer in its group, so a resume and other processes write the same answers, up 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pydoc import ErrorDuringImport, importfile
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from gpt2_accel.data.loader import hash64
 from gpt2_accel.evals.chat import Question, answers
 from gpt2_accel.evals.formulas import mean_loss
 from gpt2_accel.generation.sampling import Sampling, tokens
+from gpt2_accel.hf.convert import load_name
 from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
@@ -95,15 +95,7 @@ def load_reward(name: str) -> Reward:
     Raises `ValueError` if there is no such function.
     """
     known = {"number": number_reward, "exact": exact_reward}
-    if name in known:
-        return known[name]
-    place, _, function = name.rpartition(":")
-    try:
-        return getattr(importfile(place), function)
-    except (ImportError, AttributeError, OSError, ErrorDuringImport) as error:
-        raise ValueError(
-            f"--reward {name} is not number, exact or FILE.py:FUNCTION ({error})"
-        ) from error
+    return known.get(name) or load_name(name, "number, exact or FILE.py:FUNCTION")
 
 
 def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:

@@ -1,5 +1,6 @@
 """What a checkpoint of a run holds: saving it, and resuming from it. All ranks call it all."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from gpt2_accel import __version__
 from gpt2_accel.checkpoint.find import read_state
-from gpt2_accel.checkpoint.state_dict import RunState, full_model, gather_to_host, json_copy
+from gpt2_accel.checkpoint.state_dict import RunState, check_json, full_model, gather_to_host
 from gpt2_accel.config import SHAPE
 from gpt2_accel.optim import evaluating_optimizer
 from gpt2_accel.run import Run, call, diverged, goes_on
@@ -70,11 +71,6 @@ def resume(run: Run, checkpoint: Path) -> None:
     with all_or_none():
         run.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
     run.accelerator.print(f"resumed from {checkpoint}")
-    if config.dtype != "float32" and "version" not in saved:
-        run.accelerator.print(
-            f"losses and gradient norms are now in fp32, until here in {config.dtype}: they differ "
-            "slightly"
-        )
     run.resumes_here = checkpoint.resolve().parent == run.run_dir.resolve()
     if run.resumes_here:
         run.saved_step = run.step
@@ -101,7 +97,8 @@ def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any
     state["micro_batch"] = {"size": size, "processes": run.accelerator.num_processes}
     state["version"] = __version__
     state |= values
-    return tensors, json_copy(state)
+    check_json(state, "state")
+    return tensors, json.loads(json.dumps(state))  # later changes of its values do not reach it
 
 
 def save_due(run: Run) -> bool:

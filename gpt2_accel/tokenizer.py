@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from gpt2_accel.runtime.files import check_pointer, first_line, parse_json, write_json
+from gpt2_accel.runtime.files import first_line, write_json
 from gpt2_accel.runtime.recipe_command import recipe_command
 
 if TYPE_CHECKING:
@@ -152,8 +152,6 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
     from transformers.utils import cached_file
 
     refuse_gguf(name)
-    for path in Path(name).glob("tokenizer*"):
-        check_pointer(path)
     for kind in (AutoTokenizer, PreTrainedTokenizerFast):
         tokenizer = _from_pretrained(kind, name)
         if not tokenizer.is_fast:
@@ -201,7 +199,7 @@ def save_tokenizer(
     if _same_ids(_from_pretrained(AutoTokenizer, folder), file):
         return
     settings = Path(folder, "tokenizer_config.json")
-    values = parse_json(settings.read_text(encoding="utf-8"))
+    values = json.loads(settings.read_text(encoding="utf-8"))
     write_json(settings, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
     loaded = _from_pretrained(AutoTokenizer, folder)
     if not _same_ids(loaded, file):
@@ -245,8 +243,8 @@ def check_vocabulary(
     """Raises `ValueError` if the tokenizer has more tokens than the model `name` has rows."""
     if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"{name} has a tokenizer of {len(tokenizer)} tokens, but a vocabulary of {vocab_size}: "
-            "use the tokenizer that the model was trained with"
+            f"{name} has a vocabulary of {vocab_size}, but the tokenizer has {len(tokenizer)} "
+            "tokens: use the tokenizer that the model was trained with"
         )
 
 

@@ -96,7 +96,7 @@ def main() -> None:
     assert config.data and config.init_from  # checked by ChatRL
     reward = load_reward(config.reward)
     with main_process_first():
-        directory = local_directory(verified_directory(config.init_from, hint="use another model"))
+        directory = local_directory(verified_directory(config.init_from))
         tokenizer = load_tokenizer(directory)
         longest = read_config(directory).n_positions - config.max_new_tokens
         tasks = [read_question(item, tokenizer, longest) for item in read_items(config.data)]

@@ -128,7 +128,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
             f"{file} is not a file: give one, or prepare a folder or a data set of the Hub by "
             f"{prepare_command(pairs)}"
         )
-    directory = local_directory(verified_directory(model, hint="use another model"))
+    directory = local_directory(verified_directory(model))
     if pairs:
         prompt_tokens(load_tokenizer(directory), user_turn("Hi"))  # raises without a chat template
     tokenizer = chat_tokenizer(directory)

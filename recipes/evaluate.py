@@ -199,7 +199,7 @@ def open_model(
         directory = local_directory(name)
         entry = describe_weights(directory)
         tokenizer = load_tokenizer(directory)
-        model = from_pretrained(directory, model_class=model_class, quick=True)
+        model = from_pretrained(directory, model_class=model_class)
         check_finite(model, directory)
         check_vocabulary(tokenizer, model.config.vocab_size, directory)
     return entry, model, tokenizer

@@ -63,9 +63,7 @@ def main() -> None:
         prepare_text(
             config.input,
             config.data_dir,
-            lambda text: model_tokenizer(
-                verified_directory(config.init_from, hint="use another checkpoint")
-            ),
+            lambda text: model_tokenizer(verified_directory(config.init_from)),
         )
     train(config)
 

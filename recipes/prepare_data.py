@@ -344,7 +344,7 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     from gpt2_accel.hf.convert import local_directory, read_config
     from gpt2_accel.models.any_model import keeps_documents_apart
 
-    directory = verified_directory(options.model, hint="use another model")
+    directory = verified_directory(options.model)
     tokenizer = chat_tokenizer(directory, options.chatml)
     shape = read_config(local_directory(directory))
     length = options.sequence_length

@@ -131,7 +131,7 @@ def prepare_corpus(config: Quickstart) -> None:
         from gpt2_accel.checkpoint.find import verified_directory
         from gpt2_accel.hf.convert import model_tokenizer
 
-        directory = verified_directory(config.init_from, hint="use another checkpoint")
+        directory = verified_directory(config.init_from)
         tokenizer = model_tokenizer(directory)
     else:
         vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size

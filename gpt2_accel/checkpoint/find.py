@@ -4,6 +4,7 @@ A manifest has the size and SHA-256 of files: all files of a checkpoint, or the 
 `config.json` and `tokenizer.json` of a final model.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from gpt2_accel.hf import hub
-from gpt2_accel.runtime.files import digest, parse_json, remove, scratch_path
+from gpt2_accel.runtime.files import digest, remove, scratch_path
 from gpt2_accel.runtime.signals import is_first
 
 STATE = "training_state"
@@ -46,7 +47,18 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
             "model: choose another --output_dir"
         )
     if resume_from == "latest":
-        path = newest_intact(checkpoints)
+        path = None
+        for checkpoint in reversed(checkpoints):
+            problem = find_corruption(checkpoint)
+            if problem is None:
+                path = checkpoint
+                break
+            print(f"{checkpoint} is skipped: {problem}")
+        if checkpoints and path is None:
+            raise ValueError(
+                f"all checkpoints in {run_dir} are damaged: choose another --output_dir for a new "
+                "run"
+            )
     else:
         path = None if resume_from is None else named_checkpoint(resume_from)
         if newest is not None and (path is None or path.resolve() != newest.resolve()):
@@ -57,24 +69,6 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
     if path is not None:
         read_state(path)  # raises for older releases
     return path
-
-
-def newest_intact(checkpoints: list[Path]) -> Path | None:
-    """Returns the newest undamaged checkpoint; None if there are no checkpoints.
-
-    Raises `ValueError` if all are damaged.
-    """
-    for path in reversed(checkpoints):
-        problem = find_corruption(path)
-        if problem is None:
-            return path
-        print(f"{path} is skipped: {problem}")
-    if checkpoints:
-        raise ValueError(
-            f"all checkpoints in {checkpoints[0].parent} are damaged: choose another --output_dir "
-            "for a new run"
-        )
-    return None
 
 
 def named_checkpoint(name: str) -> Path:
@@ -117,7 +111,7 @@ def read_status(run_dir: Path) -> dict:
     A `running` state without a heartbeat for `SILENCE` becomes `killed`.
     """
     try:
-        status = parse_json((run_dir / "status.json").read_text(encoding="utf-8"))
+        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
         silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -126,17 +120,12 @@ def read_status(run_dir: Path) -> dict:
     return status
 
 
-def verified_directory(
-    name: str | Path,
-    verify: bool = True,
-    hint: str = "use another checkpoint, or this one as it is with --verify false",
-) -> str | Path:
+def verified_directory(name: str | Path, verify: bool = True) -> str | Path:
     """Returns `model_directory(name)`, after comparing its files with the manifest.
 
     The first process of a machine compares them, without the files of `training_state/`. Nothing is
-    compared if `verify` is False or the directory has no manifest. Raises `ValueError`, with `hint`
-    at its end, if a file does not match. A changed config or tokenizer of a final model is only
-    reported on stderr.
+    compared if `verify` is False or the directory has no manifest. Raises `ValueError` if a file
+    does not match. A changed config or tokenizer of a final model is only reported on stderr.
     """
     directory = model_directory(name)
     path = Path(directory)
@@ -145,7 +134,10 @@ def verified_directory(
     if verify and is_first() and (is_checkpoint or (path / manifest).is_file()):
         for file, problem in changed_files(path, manifest, model_only=True):
             if is_checkpoint or file.startswith("model"):
-                raise ValueError(f"{path} is damaged: {problem}; {hint}")
+                raise ValueError(
+                    f"{path} is damaged: {problem}; use another checkpoint or model, or --verify "
+                    "false where the command has it"
+                )
             print(f"{path} has changed: {problem}", file=sys.stderr)
     return directory
 
@@ -192,7 +184,7 @@ def changed_files(
     With `model_only` the files of `training_state/` are not checked.
     """
     try:
-        files = parse_json((folder / manifest).read_text(encoding="utf-8"))["files"].items()
+        files = json.loads((folder / manifest).read_text(encoding="utf-8"))["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         yield manifest, "its manifest is missing or damaged"
         return
@@ -218,7 +210,7 @@ def read_state(checkpoint: Path) -> dict:
     """
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
-        state = parse_json(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= {"step", "recent", "settings", "position"}:
             return state | state["position"]
     raise ValueError(

@@ -5,7 +5,6 @@ ranks, and the optimizer numbers its parameters. In a checkpoint they are unshar
 under the names of the parameters.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -88,7 +87,7 @@ def split(
     """Returns the tensors of named states, and the other values by name and key.
 
     A tensor is `NAME/KEY`, or in a list `NAME/KEY/NUMBER`, with None in its place. Raises
-    `ValueError` for a state that is not a dict, and for a tensor that a file cannot hold.
+    `ValueError` for a state that is not a dict.
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -107,11 +106,6 @@ def split(
                 values.setdefault(name, {})[key] = value
             for place, each in found.items():
                 if isinstance(each, torch.Tensor):
-                    if each.layout != torch.strided or each.is_meta:
-                        raise ValueError(
-                            f"a checkpoint cannot hold {place}, a tensor that is sparse or has no "
-                            "memory: store it dense, or as numbers"
-                        )
                     tensors[place] = each
     return tensors, values
 
@@ -157,37 +151,22 @@ class RunState:
             self.waited = 0
 
 
-def json_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the content of `state.json` that later changes of its values do not reach.
-
-    Raises `ValueError` for a value that JSON would change.
-    """
-    problem = not_json(state, "")
-    if problem:
-        raise ValueError(
-            f"a checkpoint cannot hold {problem}: put tensors at the first level of a state or "
-            "into lists there, and use numbers, texts, lists and dicts with texts as keys for the "
-            "rest"
-        )
-    return json.loads(json.dumps(state))
-
-
-def not_json(value: Any, place: str) -> str:
-    """Returns the place and the type of the first part of a value that JSON would change, or ''."""
-    if type(value) is dict:
-        inside = [(f"{place}/{key}", key, own) for key, own in value.items()]
+def check_json(value: Any, place: str) -> None:
+    """Raises `ValueError` if JSON would change a part of a value. `place` names the value."""
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        parts: Any = value.items()
     elif type(value) is list:
-        inside = [(f"{place}/{number}", "", own) for number, own in enumerate(value)]
+        parts = enumerate(value)
+    elif isinstance(value, str | int | float | None):
+        return
     else:
-        plain = isinstance(value, str | int | float | None)
-        return "" if plain else f"{place.lstrip('/')}, a {type(value).__name__}"
-    for where, key, own in inside:
-        problem = not_json(own, where)
-        if not isinstance(key, str):
-            problem = f"{place.lstrip('/')}, a dict with the key {key!r}"
-        if problem:
-            return problem
-    return ""
+        raise ValueError(
+            f"a checkpoint cannot hold {place}, a {type(value).__name__}: put tensors at the first "
+            "level of a state or into lists there, and use numbers, texts, lists and dicts with "
+            "texts as keys for the rest"
+        )
+    for key, part in parts:
+        check_json(part, f"{place}/{key}")
 
 
 class TrainingState:
@@ -199,8 +178,7 @@ class TrainingState:
     lists and dicts, as in JSON. A parameter group keeps only the values that have changed since:
     the others are settings, and a resume may have new ones.
 
-    Raises `ValueError` if the optimizer has a parameter that the model does not have, or a tensor
-    in a parameter group.
+    Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
 
     # The loop sets the learning rate, and the model has the parameters.
@@ -240,14 +218,8 @@ class TrainingState:
         """Returns copies of a parameter group's values; a tuple, such as `betas`, as a list."""
         values = {}
         for key, value in group.items():
-            if key in self.SETTINGS:
-                continue
-            if isinstance(value, torch.Tensor):
-                raise ValueError(
-                    f"a parameter group of {self.name} has the tensor {key}, which a checkpoint "
-                    "cannot hold: keep it in the state of a parameter, or as a number"
-                )
-            values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
+            if key not in self.SETTINGS:
+                values[key] = deepcopy(list(value) if isinstance(value, tuple) else value)
         return values
 
     def collect(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:

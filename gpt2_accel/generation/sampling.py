@@ -42,7 +42,7 @@ def load(
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
 
     directory = verified_directory(name, verify)
-    model = from_pretrained(directory, model_class=model_class, quick=True)
+    model = from_pretrained(directory, model_class=model_class)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     convert_parameters(model, getattr(torch, dtype))

@@ -93,11 +93,6 @@ def end_of_turn(tokenizer: "PreTrainedTokenizerBase", name: str | Path) -> str:
     )
 
 
-def extends(tokenizer: "PreTrainedTokenizerBase", base: "PreTrainedTokenizerBase") -> bool:
-    """Whether a tokenizer has all tokens of `base` under the same ids, and more."""
-    return base.get_vocab().items() < tokenizer.get_vocab().items()
-
-
 @torch.no_grad()
 def with_rows(model: LanguageModel, known: int, tokens: int) -> LanguageModel:
     """Returns the model with a vocabulary of at least `tokens` tokens; it knows the first `known`.

@@ -5,6 +5,7 @@ converts the weights.
 """
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from gpt2_accel.hf.model_card import Training, model_card
 from gpt2_accel.hf.safetensors_files import (
     ADAPTER,
     WEIGHTS,
-    check_layers,
     is_adapter,
     read_tensors,
     weight_files,
@@ -38,7 +38,7 @@ from gpt2_accel.hf.safetensors_files import (
 from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
 from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded, config_class
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
-from gpt2_accel.runtime.files import atomic_files, check_pointer, parse_json, sentence, write_json
+from gpt2_accel.runtime.files import atomic_files, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,
@@ -191,7 +191,6 @@ def from_pretrained(
     *,
     reason: str | None = None,
     merge: bool = True,
-    quick: bool = False,
 ) -> LanguageModel:
     """Loads a causal language model, in fp32 on the CPU, in training mode.
 
@@ -201,7 +200,7 @@ def from_pretrained(
     needs its `model_class`, see `load_class`, unless its class is one of `models/`. `attention`, an
     `attn_implementation`, selects the class of `transformers`, and so does a `reason`, which is
     printed. An adapter of peft is opened with its base model, and merged into it unless `merge` is
-    False. `quick` as in `load_lora`.
+    False.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
     is damaged or `transformers` has no such text model; the message names the file or tensor. Files
@@ -218,11 +217,11 @@ def from_pretrained(
         return model
     if is_adapter(directory):
         base = local_directory(base_of(directory))
-        model = from_pretrained(base, attention=attention, reason=LORA, quick=quick)
+        model = from_pretrained(base, attention=attention, reason=LORA)
         rows = len(load_tokenizer(directory))
         assert isinstance(model, AnyModel)
         model = with_rows_of_class(model, model.config.vocab_size, rows)
-        load_lora(model, directory, base, quick)
+        load_lora(model, directory, base)
         return merged(model) if merge else model
     config = read_config(directory, dropout, attention, reason)
     files = weight_files(directory)
@@ -263,17 +262,24 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
+def load_name(name: str, expected: str) -> Any:
+    """Imports what the user names, `FILE.py:NAME` or `MODULE:NAME`.
+
+    Raises `ValueError` that it is not `expected` if it cannot be imported.
+    """
+    place, _, own = name.rpartition(":")
+    try:
+        return getattr(importfile(place), own) if place.endswith(".py") else resolve_name(name)
+    except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
+        raise ValueError(f"{name} is not {expected} ({error})") from error
+
+
 def load_class(name: str) -> type[LanguageModel]:
     """Imports the class of a model that the user names, `FILE.py:CLASS` or `MODULE:CLASS`.
 
     Raises `ValueError` if there is no such class, or if it is not a `LanguageModel`.
     """
-    place, _, kind = name.rpartition(":")
-    try:
-        is_file = place.endswith(".py")
-        model_class = getattr(importfile(place), kind) if is_file else resolve_name(name)
-    except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
-        raise ValueError(f"{name} is not a class: give FILE.py:CLASS ({error})") from error
+    model_class = load_name(name, "a class: give FILE.py:CLASS")
     if not (isinstance(model_class, type) and issubclass(model_class, LanguageModel)):
         raise ValueError(f"{name} is not a subclass of gpt2_accel.models.LanguageModel")
     return model_class
@@ -287,9 +293,8 @@ def config_values(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
-    check_pointer(path)
     try:
-        return dict(parse_json(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -347,7 +352,6 @@ def read_config(
         return read_config(base_of(directory), attention=attention, reason=LORA)
     values = config_values(directory)
     try:
-        check_layers(directory, values)
         note = reason
         if attention and not note:
             note = f"--attn_implementation {attention}"

@@ -2,13 +2,12 @@
 `transformers`.
 
 An adapter's directory has `peft`'s files: `adapter_config.json`, which names the base model, and
-`adapter_model.safetensors`. The base model does not change. `adapter_base.json` has digests of its
+`adapter_model.safetensors`. The base model does not change. `adapter_base.json` has a digest of its
 weights, so that an adapter is not added to another model.
 """
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,12 +30,6 @@ NEEDS_MODEL = "--lora trains an adapter of a published or trained model: name it
 ROUTERS = ("gate.", "router.")
 
 
-def require_peft() -> None:
-    """Raises `ValueError` if peft is not installed."""
-    if find_spec("peft") is None:
-        raise ValueError("LoRA needs peft: pip install 'peft>=0.20'")
-
-
 def base_of(directory: Path) -> str:
     """Returns the base model of an adapter: a directory, or `USER/NAME@REVISION`.
 
@@ -57,26 +50,19 @@ def base_of(directory: Path) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def base_digests(base: Path, quick: bool = False) -> dict[str, str]:
-    """Returns the digests of a base model's weights; with `quick` only that of the files' ends."""
-    digests = {"ends": weights_digest(base, ends=True)}
-    return digests if quick else digests | {"weights": weights_digest(base)}
-
-
 def add_lora(
     model: AnyModel,
     settings: TrainConfig,
     rows: Sequence[int],
     base: str,
-    digests: dict[str, str] | None = None,
+    digest: str = "",
 ) -> None:
     """Adds a new adapter to the linear layers and experts, without head and routers.
 
     From now on only the adapter is trained, and the rows of the new tokens `rows` in the embedding
-    and the head. `base` is the model as `base_of` returns it, with its digests. Raises peft's
-    errors.
+    and the head. `base` is the model as `base_of` returns it, with the digest of
+    its weights. Raises peft's errors.
     """
-    require_peft()
     import peft
 
     inner = model.inner
@@ -97,26 +83,25 @@ def add_lora(
     peft.get_peft_model(empty.inner, config)
     parameters = config.target_parameters or ()
     config.target_parameters = [n for n in parameters if not n.startswith(ROUTERS)] or None
-    model.adapter = (peft.get_peft_model(inner, config), digests)
+    model.adapter = (peft.get_peft_model(inner, config), digest)
     config.base_model_name_or_path, _, revision = base.partition("@")
     config.revision = revision or None
 
 
-def load_lora(model: AnyModel, directory: Path, base: Path, quick: bool = False) -> None:
+def load_lora(model: AnyModel, directory: Path, base: Path) -> None:
     """Adds the adapter of a directory to `model`, its base of the directory `base`, to be trained.
 
-    Prints a line if it does not record digests of its base, as adapters of 0.5 and of peft; `quick`
-    compares only the ends of the base's files. Raises `ValueError` for another base, and for a
-    damaged adapter: peft would initialise missing tensors and ignore unknown ones.
+    Prints a line if it does not record the digest of its base, as adapters of 0.5 and of peft.
+    Raises `ValueError` for another base, and for a damaged adapter: peft would initialise missing
+    tensors and ignore unknown ones.
     """
-    require_peft()
     import peft
 
-    digests = base_digests(base, quick)
+    digest = weights_digest(base)
     recorded = load_saved(directory / BASE_RECORD)
     if not recorded:
         print(f"{directory} has no {BASE_RECORD}: {base} may be another model", file=sys.stderr)
-    elif not digests.items() <= recorded.items():
+    elif recorded.get("weights") != digest:
         raise ValueError(
             f"{base} has other weights than the base of the adapter {directory}: put the original "
             f"back, write its new place as base_model_name_or_path into {ADAPTER}, or remove "
@@ -135,7 +120,7 @@ def load_lora(model: AnyModel, directory: Path, base: Path, quick: bool = False)
         raise ValueError(
             f"{directory} does not fit its {ADAPTER}: {wrong[0]} is missing, or not part of it"
         )
-    model.adapter = (adapter, digests)
+    model.adapter = (adapter, digest)
 
 
 def describe_lora(model: AnyModel) -> str:
@@ -168,10 +153,10 @@ def write_adapter(model: AnyModel, folder: Path) -> None:
     """Writes the adapter's directory; nothing for a model on the meta device."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         # The embedding of a larger vocabulary is not part of it.
-        adapter, digests = model.adapter
+        adapter, digest = model.adapter
         adapter.save_pretrained(folder, save_embedding_layers=False)
-        if digests:
-            write_json(folder / BASE_RECORD, digests)
+        if digest:
+            write_json(folder / BASE_RECORD, {"weights": digest})
 
 
 def opening_lines(model: AnyModel) -> str:

@@ -153,13 +153,8 @@ def model_card(
 
 
 def named_card(text: str, repo_id: str) -> str:
-    """Replaces the folder's name in the title and the code of a card by the name `repo_id`."""
-    code = re.search('^name = "(.*)"$', text, re.MULTILINE)
-    title = f"\n# {code[1].rpartition('/')[2]}\n" if code else ""
-    if not code or title not in text:  # another package wrote the card
-        return text
-    text = text.replace(title, f"\n# {repo_id.rpartition('/')[2]}\n", 1)
-    return text.replace(code[0], f'name = "{repo_id}"', 1)
+    """Replaces the folder's name in the code of a card by the name `repo_id`."""
+    return re.sub('^name = ".*"$', f'name = "{repo_id}"', text, count=1, flags=re.MULTILINE)
 
 
 def without_folders(text: str) -> str:

@@ -62,11 +62,8 @@ def from_hf(
     `tensors` are pairs of name and weight (fp32, fp16 or bf16), with or without HF's prefix.
     `source` names them in errors. Raises `ValueError` if they do not fit the config: see `load_hf`.
     """
-    try:
-        with torch.device("meta"):
-            model = config.build()
-    except RuntimeError as error:
-        raise ValueError(f"the config of {source} has sizes that are too large: {error}") from error
+    with torch.device("meta"):
+        model = config.build()
     weights = validated(model, tensors, source)  # a wrong config fails before memory is taken
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
     model = filled(model, zeros)

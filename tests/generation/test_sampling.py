@@ -166,7 +166,7 @@ def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):
         load(str(tmp_path))
     save_pretrained(GPT(GPTConfig(100, 8, 1, 1, 8)), tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with refused("257 tokens, but a vocabulary of 100"):
+    with refused("vocabulary of 100, but the tokenizer has 257 tokens"):
         load(str(tmp_path))
 
 

@@ -75,7 +75,6 @@ STATES = {
     "index of nothing": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("{}")],
     "index of a list": lambda d: [(d / WEIGHTS).unlink(), (d / INDEX).write_text("[]")],
     "the tied head only": lambda d: rename_tensor(d / WEIGHTS),
-    "sizes that overflow": lambda d: change_config(d, n_positions=2**62),
 }
 
 
@@ -83,11 +82,6 @@ def rename_tensor(file):
     tensors = load_file(file)
     tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
     save_file(tensors, file, {"format": "pt"})
-
-
-def change_config(directory, **changes):
-    file = directory / "config.json"
-    file.write_text(json.dumps(read_json(file) | changes))
 
 
 def shard(directory):

@@ -98,7 +98,7 @@ def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
     card = files["README.md"].decode()
     last = metrics(tmp_path / "run")[-1]
     for part in (
-        "# name\n",
+        "# run\n",
         f"| val/loss | {last['val/loss']:.4f} |",
         "34,720 parameters",
         "made up (7,333 tokens)",
