@@ -35,7 +35,7 @@ from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
-from gpt2_accel.runtime.files import check_pointer, first_line
+from gpt2_accel.runtime.files import first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 
 # DCLM's tasks, in nanochat's bundle.
@@ -92,7 +92,6 @@ def open_bundle(source: str | Path | None = None) -> Bundle:
     try:
         if Path(source).is_dir():
             return next(Path(source).rglob("core.yaml")).parent
-        check_pointer(source)
         if not Path(source).exists():
             from datasets import DownloadManager
 
@@ -213,12 +212,11 @@ class Core:
     def question(self, task: Task, number: int, counts: Counter) -> Question:
         """Returns the question of item `number`: a row for each prompt.
 
-        Counts prompts that are cut in `core/cut_prompts`, items of language modeling that do not
-        split at a token in `core/unaligned_items`, and items with two equal choices in
-        `core/equal_choices`. Raises `ValueError` if nothing precedes the scored tokens.
+        Counts prompts that are cut in `core/cut_prompts`, and items of language modeling that do
+        not split at a token in `core/unaligned_items`. Raises `ValueError` if nothing precedes the
+        scored tokens.
         """
         texts = task.prompts(number)
-        counts["core/equal_choices"] += int(len(set(texts)) < len(texts))
         if task.type == "language_modeling":
             texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
         start = text_start(self.tokenizer)

@@ -13,8 +13,14 @@ import torch
 
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.evals.formulas import mean_loss
-from gpt2_accel.generation.kv_cache import KVCache
-from gpt2_accel.generation.sampling import Prompt, Sampling, complete, encode_prompt, user_turn
+from gpt2_accel.generation.sampling import (
+    Prompt,
+    Sampling,
+    complete,
+    encode_prompt,
+    tokens,
+    user_turn,
+)
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, load_tokenizer, text_ends
@@ -47,7 +53,6 @@ KEEPS = 0.7
 LOSES = 1.35
 
 
-@torch.no_grad()
 def sample_base(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, base: str
 ) -> dict[str, Any]:
@@ -74,20 +79,13 @@ def sample_base(
                 texts.append([ids, []])
     if not texts:
         return {}
-    generator = torch.Generator(model.device).manual_seed(0)
-    with evaluating(model):
-        cache = KVCache(model)
-        logits = cache.start([ids for ids, _ in texts])
-        for left in reversed(range(NEW_TOKENS)):
-            next_ids = logits.float().softmax(dim=-1).multinomial(1, generator=generator)
-            for (_, sampled), token in zip(texts, next_ids[:, 0].tolist(), strict=True):
+    sampling = Sampling(NEW_TOKENS, temperature=1.0, top_k=0)
+    ends = text_ends(tokenizer)
+    # Seeds of their own: the errors of the texts are independent.
+    for ids in tokens(model, [prompt for prompt, _ in texts], sampling, range(len(texts))):
+        for (_, sampled), token in zip(texts, ids, strict=True):
+            if not (sampled and sampled[-1] in ends):
                 sampled.append(token)
-            if left:
-                logits = cache.read(next_ids)
-    ends = set(text_ends(tokenizer))
-    for _, sampled in texts:
-        last = next((n for n, token in enumerate(sampled) if token in ends), NEW_TOKENS)
-        del sampled[last + 1 :]
     return {
         "texts": texts,
         "nats": sample_nats(model, texts),

@@ -1,10 +1,11 @@
 """Results of evaluations: tables, and the file `evaluation.json`."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from gpt2_accel.runtime.files import number, parse_json
+from gpt2_accel.runtime.files import number
 
 
 def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
@@ -39,7 +40,7 @@ def rows_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
 
 
 def read_record(path: Path) -> dict[str, dict]:
-    """Returns the entries of an `evaluation.json`, model -> entry; empty if the file does not
+    """Returns the entries of an `evaluation.json`, name -> entry; empty if the file does not
     exist.
 
     An entry has `results`, `notes`, `step`, and `weights` and `precision`, which identify the
@@ -49,7 +50,7 @@ def read_record(path: Path) -> dict[str, dict]:
     if not path.exists():
         return record
     try:
-        for name, entry in parse_json(path.read_text(encoding="utf-8")).items():
+        for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
             entry["results"].keys()
             record[name] = {"notes": []} | entry
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -60,16 +61,12 @@ def read_record(path: Path) -> dict[str, dict]:
 def add_entry(record: dict[str, dict], name: str, entry: dict) -> None:
     """Adds the entry of the model `name` to a record, in place. Other entries do not change.
 
-    If `name` has an entry of the same weights and precision, the results and notes of each task
-    replace earlier ones. If it has an entry of other weights or another precision, the new entry's
-    name includes step, weights and precision.
+    The entry's name includes step, weights and precision. If there is one of that name, the results
+    and notes of each task replace earlier ones.
     """
-    weights = entry["weights"]
-    precision = entry["precision"]
+    weights = entry["weights"][:12]
+    name = f"{name} (step {entry['step']}, weights {weights}, {entry['precision']})"
     old = record.get(name, entry)
-    if old.get("weights") != weights or old.get("precision") != precision:
-        name = f"{name} (step {entry['step']}, weights {weights[:12]}, {precision})"
-        old = record.get(name, entry)
     tasks = {metric.partition("/")[0] for metric in entry["results"]}
     kept = {m: x for m, x in old["results"].items() if m.partition("/")[0] not in tasks}
     notes = [note for note in old["notes"] if note.partition(": ")[0] not in tasks]

@@ -65,7 +65,7 @@ def test_all_tasks_give_the_same_results_on_one_and_two_processes(
     run_recipe("evaluate", *flags)
     output = capsys.readouterr().out
     [[name, one]] = read_json(model / "evaluation.json").items()
-    assert name == str(model)
+    assert name.startswith(f"{model} (step 250, weights ")
     tasks = {key.partition("/")[0] for key in one["results"]}
     assert tasks == {"hellaswag", "text", "train", "val"}
     assert f"{one['results']['hellaswag/acc']:.4f} ± " in output
@@ -103,19 +103,18 @@ def test_evaluations_are_merged_by_weights(model, items, tmp_path):
         run_recipe("evaluate", "--model", copied, "--output", output, *flags)
         return read_json(output)
 
-    first = record("text")[str(copied)]
+    [first] = record("text").values()
     assert first["step"] == 250
-    second = record("hellaswag", "--limit", "10")[str(copied)]
+    [second] = record("hellaswag", "--limit", "10").values()
     assert second["results"].items() > first["results"].items()
-    again = record("hellaswag")[str(copied)]  # replaces the limited evaluation
+    [again] = record("hellaswag").values()  # replaces the limited evaluation
     assert again["results"].keys() == second["results"].keys()
     assert again != second
 
     plain = from_pretrained(copied)
     plain.wte.weight.data[0] += 1
     save_pretrained(plain, copied)
-    (name, other), (changed, entry) = record("text").items()
-    assert name == str(copied)
+    (_, other), (changed, entry) = record("text").items()
     assert other == again
     assert f"weights {entry['weights'][:12]}" in changed
     assert {metric.partition("/")[0] for metric in entry["results"]} == {"text"}

@@ -9,32 +9,26 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import distribution
 from tempfile import TemporaryDirectory
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-
 
 def combine(
     prefix: str, file: str, parts: Mapping[str, Mapping[str, Sequence]], **options: float
 ) -> dict[str, float]:
-    """Returns the results, "PREFIX/NAME", of the metric in a file of this folder. The main process
-    computes them; all ranks call it and get the same.
+    """Returns the results, "PREFIX/NAME", of the metric in a file of this folder.
 
     parts: result name (the metric's `config_name`) -> columns. `options` are further arguments of
     the metric.
     """
     results: dict[str, float] = {}
-    if PartialState().is_main_process:
-        # The script's folder comes first in sys.path, and recipes/ has an evaluate.py.
-        installed = str(distribution("evaluate").locate_file(""))
-        sys.path.insert(0, installed)
-        import evaluate.loading
+    # The script's folder comes first in sys.path, and recipes/ has an evaluate.py.
+    installed = str(distribution("evaluate").locate_file(""))
+    sys.path.insert(0, installed)
+    import evaluate.loading
 
-        sys.path.remove(installed)
-        metric_class = evaluate.loading.import_main_class(f"{__name__}.{file}")
-        with TemporaryDirectory() as folder:
-            for name, columns in parts.items():
-                metric = metric_class(keep_in_memory=True, cache_dir=folder)
-                metric.config_name = name  # the constructor would put it into a path
-                results |= metric.compute(**columns, **options)
-    [results] = broadcast_object_list([results])
+    sys.path.remove(installed)
+    metric_class = evaluate.loading.import_main_class(f"{__name__}.{file}")
+    with TemporaryDirectory() as folder:
+        for name, columns in parts.items():
+            metric = metric_class(keep_in_memory=True, cache_dir=folder)
+            metric.config_name = name  # the constructor would put it into a path
+            results |= metric.compute(**columns, **options)
     return {f"{prefix}/{name}": value for name, value in results.items()}
