@@ -1,7 +1,7 @@
 """Optional kernels that are faster than plain PyTorch on some devices.
 
-Functions such as `cross_entropy.applies` return whether to use one in place of plain PyTorch. The
-environment variable `GPT2_ACCEL_KERNELS=off` turns all kernels off.
+`choices` and functions such as `attention.takes_groups` say whether to use one in place of plain
+PyTorch. The environment variable `GPT2_ACCEL_KERNELS=off` turns all kernels off.
 """
 
 import os

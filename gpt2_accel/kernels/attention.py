@@ -58,12 +58,6 @@ def takes_groups(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return flash and mask is None and q.dtype in (torch.float16, torch.bfloat16)
 
 
-def takes_blocks(width: int, dropout: float) -> bool:
-    """Whether to use block masks for heads of `width` channels, if `block_masks` is chosen."""
-    chosen = kernels.choices.enabled and kernels.choices.block_masks
-    return chosen and width >= NARROWEST and not dropout
-
-
 def document_blocks(documents: torch.Tensor) -> BlockMask:
     """Returns the causal mask that does not cross document boundaries.
 

@@ -28,11 +28,6 @@ ROWS_IN_CACHE = 32  # rows of GPT-2's bf16 logits: 1.6 MB for each of 2 cores
 FP16_SCALE = 4.0
 
 
-def applies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the logits of x: (N, C) and weight: (V, C) are more than `LOGITS_AT_ONCE`."""
-    return kernels.choices.enabled and len(x) * len(weight) > LOGITS_AT_ONCE
-
-
 def rows_at_once(x: torch.Tensor, weight: torch.Tensor, logits: int) -> int:
     """Returns the rows of a chunk: x, (N, C), is split into equal parts of `logits` logits."""
     chunks = ceil_div(len(x) * len(weight), logits)

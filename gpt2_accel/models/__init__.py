@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gpt2_accel import kernels
 from gpt2_accel.kernels import attention, cross_entropy
 from gpt2_accel.models.parts import (
     Mask,
@@ -274,7 +275,8 @@ class LanguageModel(nn.Module):
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask inside documents; documents: (B, T), as in `forward`."""
         dropout = self.config.dropout if self.training else 0.0
-        if attention.takes_blocks(self.config.head_dim, dropout):
+        chosen = kernels.choices.enabled and kernels.choices.block_masks
+        if chosen and self.config.head_dim >= attention.NARROWEST and not dropout:
             return attention.document_blocks(documents)
         return document_mask(documents)
 

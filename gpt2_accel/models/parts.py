@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from gpt2_accel import kernels
 from gpt2_accel.kernels import attention, cross_entropy
 
 Mask = torch.Tensor | BlockMask
@@ -165,12 +166,14 @@ def head_loss(
     x = x.flatten(0, 1)
     flat = targets.flatten()
     counts = flat != -100
-    # In chat most targets are ignored. A GPU would have to wait for their number.
-    chosen = can_be_read(counts) and not counts.all()
+    # In chat most targets are ignored. A GPU would have to wait for their number, and there is none
+    # while the compiler or a `FakeTensorMode` traces.
+    traced = torch.compiler.is_compiling() or type(counts) is not torch.Tensor
+    chosen = counts.device.type == "cpu" and not traced and not counts.all()
     if chosen:
         x = x[counts]
         flat = flat[counts]
-    if cross_entropy.applies(x, weight):
+    if kernels.choices.enabled and len(x) * len(weight) > cross_entropy.LOGITS_AT_ONCE:
         loss = cross_entropy.linear_cross_entropy(x, weight, flat, vocab_size, reduction, soft_cap)
     else:
         # The product includes the padding rows, which is the faster shape. A bias of -inf removes
@@ -184,15 +187,6 @@ def head_loss(
     if chosen:
         loss = loss.new_zeros(counts.shape).masked_scatter(counts, loss)
     return loss.view_as(targets)
-
-
-def can_be_read(tensor: torch.Tensor) -> bool:
-    """Whether the host can read a tensor's values without waiting for a device.
-
-    It cannot while the compiler or a `FakeTensorMode` traces.
-    """
-    traced = torch.compiler.is_compiling() or type(tensor) is not torch.Tensor
-    return tensor.device.type == "cpu" and not traced
 
 
 def logits_loss(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:

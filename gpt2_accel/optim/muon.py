@@ -177,12 +177,11 @@ def orthogonalize(matrices: torch.Tensor, count: int = 1) -> torch.Tensor:
     above 0.2% of the matrix's Frobenius norm end between 0.5 and 1.5. Smaller ones, which random
     square matrices have, grow by a factor of up to 485 and may stay below 0.5.
 
-    matrices: (N, rows, columns) or (N, experts, rows, columns), any float dtype, each a stack of
-    `count` along its rows -> the same shape, in `iteration_dtype`.
+    matrices: (N, rows, columns) or (N, experts, rows, columns), in `iteration_dtype`, each a
+    stack of `count` along its rows -> the same shape.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices.to(iteration_dtype(matrices.device))
-    x = x.view(len(matrices) * count, -1, matrices.shape[-1])
+    x = matrices.view(len(matrices) * count, -1, matrices.shape[-1])
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
