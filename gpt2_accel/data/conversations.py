@@ -43,10 +43,9 @@ from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
 REFUSED = "that the chat template or the tokenizer refuses"
 UNMARKED = (
-    f"{REFUSED} (an answer is not marked: transformers loses one that begins with a space if the "
-    "tokenizer's offsets leave it out)"
+    f"{REFUSED} (an answer is not marked, or not by itself: transformers loses one that begins "
+    "with a space if the tokenizer's offsets leave it out)"
 )
-MERGED = f"{REFUSED} (the template does not mark each answer by itself)"
 SPECIAL = (
     "with a special token of the tokenizer in a message, which would end a turn, or half a "
     "surrogate pair, which is not a character"
@@ -268,7 +267,7 @@ def encode_messages(
         raise Problem(UNMARKED)
     if not answers.all():
         if len(runs) != len(answers):
-            raise Problem(MERGED)
+            raise Problem(UNMARKED)
         for start, end in runs[~answers].tolist():
             counts[start:end] = False
     for start, end in runs.tolist():

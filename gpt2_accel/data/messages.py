@@ -18,11 +18,10 @@ system message, `tools` has the JSON schemas of the tools. A text that begins wi
 its messages.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
-
-from gpt2_accel.runtime.files import parse_json
 
 Message = dict[str, Any]
 ROLES = {
@@ -173,7 +172,7 @@ def listed(value: Any) -> Any:
     """
     if isinstance(value, str) and LISTED.match(value):
         try:
-            return parse_json(value)
+            return json.loads(value)
         except ValueError as error:
             raise Problem(NOT_SUPPORTED) from error
     return value

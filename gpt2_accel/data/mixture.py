@@ -33,7 +33,7 @@ def write_mixture(
     window lengths or chat templates differ; `FileExistsError` if `data_dir` exists.
     """
     shares = [0.0, *(share for share, _ in phases), 1.0]
-    for share, own in phases:
+    for share, own in [(0.0, weights), *phases]:
         if not own.keys() <= weights.keys() or not all(0 < w < math.inf for w in own.values()):
             raise ValueError(
                 f"the weights from {share:g} of the run on are {dict(own)}: give positive weights "
@@ -41,8 +41,6 @@ def write_mixture(
             )
     if any(not before < after for before, after in pairwise(shares)):
         raise ValueError(f"phases begin at {shares[1:-1]} of the run: give rising shares below 1")
-    if not all(0 < weight < math.inf for weight in weights.values()):
-        raise ValueError(f"weights must be positive, got {dict(weights)}")
     manifests = {}
     parts = []
     for folder, weight in weights.items():

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpt2_accel.data.documents import CHUNK
-from gpt2_accel.runtime.files import check_pointer, first_line, parse_json
+from gpt2_accel.runtime.files import check_pointer, first_line
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # A suffix of COMPRESSED may follow.
@@ -83,7 +84,7 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
             continue
         place = f"{path}, line {number:,}"
         try:
-            value = parse_json(line)
+            value = json.loads(line)
         except ValueError as error:
             raise ValueError(
                 f"{place}, is not valid JSON in UTF-8: correct, convert or remove it"

@@ -83,7 +83,7 @@ REFUSED = {
     "a dict": ({"input_ids": [[1, 2]]}, "not __len__ and __getitem__"),
     "numbers": ([1, 2, 3], "shapes of its parts"),
     "nothing": (None, "then the source for training"),
-    "empty": ([], "has 0 windows: give 1 to 2"),
+    "empty": ([], "window 0"),
     "another column": ([{"input_ids": [1, 2], "text": "a"}], "the columns are input_ids, text"),
     "texts": (["a text"], "window 0"),
     "floats": ([np.ones(T + 1)], "give integers"),
