@@ -225,12 +225,6 @@ class TrainConfig:
         )
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
-        name = self.architecture
-        if name and name not in ARCHITECTURES and "/" not in name and not Path(name).is_dir():
-            raise ValueError(
-                f"architecture must be one of {', '.join(ARCHITECTURES)}, or the folder or Hub id "
-                f"of a config.json, got {name!r}"
-            )
         choices_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,
@@ -266,8 +260,7 @@ class TrainConfig:
 
         Sets `rows`, and `max_steps` to `epochs` passes over the data, if `epochs` is given.
 
-        Windows of a fixed length set `sequence_length`, if it is not given. Raises `ValueError` if
-        the run has 2^63 updates or more.
+        Windows of a fixed length set `sequence_length`, if it is not given.
         """
         self.rows = 2 if data.pairs else 1
         fixed = data.sequence_length

@@ -76,7 +76,6 @@ def open_logs(run: Run) -> None:
     speed = peak_flops(device_name(accelerator.device))
     if speed is not None:
         speed = speed * accelerator.num_processes / run.metadata["flops_per_token"]
-    run.peak_speed = speed
     run.log = RunLog(
         run.run_dir if accelerator.is_main_process else None,
         run.step,

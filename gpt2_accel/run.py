@@ -123,7 +123,6 @@ class Run:
     # Set by `lifecycle.open_logs`, after a resume.
     metadata: dict[str, Any] = field(init=False)
     updates: int = field(init=False)
-    peak_speed: float | None = field(init=False)  # tokens per second at an MFU of 1, if known
     log: RunLog = field(init=False)
     status: Status = field(init=False)
     files: ModelFiles = field(init=False)

@@ -35,7 +35,7 @@ from gpt2_accel.data.shards import (
 )
 from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.rounding import round_up
-from gpt2_accel.runtime.files import first_line, parse_json
+from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
 
@@ -258,7 +258,7 @@ def encode_messages(
         raise Problem(NO_ANSWER)
     try:
         if isinstance(tools, str):
-            tools = parse_json(tools or "null")
+            tools = json.loads(tools or "null")
         ids, counts = conversation_tokens(tokenizer, messages, tools or None)
     except Exception as error:  # templates and tokenizers raise many types
         raise Problem(f"{REFUSED} ({first_line(error)})") from error

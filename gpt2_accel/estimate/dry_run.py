@@ -80,15 +80,13 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
         memory |= {"activations": int(HEAP * activations), "libraries": LIBRARIES}
     needed = sum(memory.values())
 
-    used = f"; a token uses {shape.matmul_parameters:,}" if shape.experts_per_token else ""
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
-    of_gpu = f" of {readable_size(GPUS[gpu].memory)}" if gpu else ""
     lines = [
-        f"model         {shape.parameter_count:,} parameters{used}",
+        f"model         {shape.parameter_count:,} parameters",
         f"data          {data.name if data else config.data_dir}: {amount}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
         f"processes     {devices}, {precision_name(precision)}{sharded}",
-        f"memory        {readable_size(needed)} per device{of_gpu}: {in_words(memory)}; "
+        f"memory        {readable_size(needed)} per device: {in_words(memory)}; "
         f"micro-batch {size} x {config.tokens_per_sequence}, before compilation",
         f"time          {', '.join(times)}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]

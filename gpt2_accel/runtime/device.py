@@ -37,10 +37,8 @@ class Gpu(NamedTuple):
 # or another document of NVIDIA.
 GPUS = {
     "B200": Gpu(2250e12, 180e9),  # hgx: 36 PFLOPS sparse in 8 GPUs
-    "H200 NVL": Gpu(835e12, 141e9),  # h200: 1,671 TFLOPS sparse
     "H200": Gpu(989e12, 141e9),  # h200: 1,979 TFLOPS sparse
     "H100 PCIe": Gpu(756e12, 80e9),  # H100 data sheet of 2023: 1,513 TFLOPS sparse
-    "H100 NVL": Gpu(835e12, 94e9),  # h100: 1,671 TFLOPS sparse
     "H100": Gpu(989e12, 80e9),  # h100: 1,979 TFLOPS sparse
     "A100 40GB": Gpu(312e12, 40e9),  # a100
     "A100": Gpu(312e12, 80e9),  # a100
@@ -145,7 +143,7 @@ def peak_flops(name: str) -> float | None:
     """Returns the published peak of one device in FLOP/s, or None if it is unknown.
 
     `name` is what `device_name` returns. A laptop's GPU, a "D" or NVL version and a part of a GPU
-    (MIG) are slower than their namesakes; the NVL versions in `GPUS` have figures of their own.
+    (MIG) are slower than their namesakes.
     """
     if re.search(r"\b(Laptop|MIG|D)\b", name):
         return None

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 # Imported where they are used, since a recipe's --help does not need them: filelock, psutil, tqdm.
 
@@ -273,11 +273,6 @@ def check_pointer(path: str | Path) -> None:
                 )
 
 
-def plain_name(name: str) -> bool:
-    """Whether `name` is a relative path that stays below its folder."""
-    return name != "" and not name.startswith("/") and ".." not in name.split("/")
-
-
 def readable_size(size: float) -> str:
     """Formats a size in bytes with three digits: 850kB, 3.40MB, 12.0GB (1e9 bytes)."""
     from tqdm import tqdm
@@ -300,14 +295,6 @@ def number(values: Mapping[str, float | None], name: str) -> str:
 
 
 # JSON
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. Raises `ValueError` also if it is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
 
 
 class JsonLines:
@@ -349,7 +336,7 @@ def read_json_lines(path: str | Path) -> list[dict]:
     if Path(path).exists():
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):  # incomplete
-                entry = parse_json(line)
+                entry = json.loads(line)
                 if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                     entries.append(entry)
     return entries

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch.distributed import DistError
 from tqdm import tqdm
 
 from gpt2_accel.runtime.device import memory_gb
 from gpt2_accel.runtime.files import JsonLines, lock_id, number, sentence, write_json
-from gpt2_accel.runtime.processes import peer_failed
 from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 
@@ -217,7 +217,8 @@ class Status:
                 self.end("stopped", "SIGINT, twice")
             else:
                 requeue = self.stop.reason is not None
-                if error and peer_failed(error):
+                # Another process is gone: NCCL raises a `DistError`, gloo names its transport.
+                if isinstance(error, DistError) or "gloo/transport" in str(error):
                     requeue = self.step() > self._first  # some progress
                 self.end("failed", f"{kind.__name__}: {error}", requeue=requeue)
         self._ended.set()

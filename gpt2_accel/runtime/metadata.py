@@ -152,8 +152,8 @@ def speed_choices(run: "Run") -> str:
     if choices.enabled and run.empty.config.has_plain_head:
         parts = ceil_div(logits, choices.logits_at_once or LOGITS_AT_ONCE)
         words.append(f"parts of the loss {parts}")
-    if run.peak_speed is not None:
-        speed = TYPICAL_MFU * run.peak_speed
+    if run.log.full_speed is not None:
+        speed = TYPICAL_MFU * run.log.full_speed
         words.append(f"about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak")
     return ", ".join(words)
 

@@ -68,7 +68,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_ranges(settings: object, **names_of: str) -> None:
-    """Raises `ValueError` for a setting that is out of range, infinite, NaN or beyond 64 bits.
+    """Raises `ValueError` for a setting that is out of range, infinite or NaN.
 
     None passes. Each keyword is a key of `RANGES`; its value is the names of the settings in that
     range, separated by spaces.
@@ -79,8 +79,8 @@ def check_ranges(settings: object, **names_of: str) -> None:
             value = getattr(settings, name)
             if value is None:
                 continue
-            if not abs(value) < (2**63 if isinstance(value, int) else math.inf):
-                raise ValueError(f"{name} must be a finite number below 2^63, got {value}")
+            if not abs(value) < math.inf:
+                raise ValueError(f"{name} must be a finite number, got {value}")
             if not holds(value):
                 raise ValueError(f"{name} must {rule}, got {value}")
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
-from torch.distributed import DistError
 
 from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.runtime.device import end_of_work
@@ -20,9 +19,6 @@ from gpt2_accel.runtime.signals import launched
 
 # The others wait this long for the main process. If it dies, the launcher ends them.
 LONGEST_WAIT = timedelta(days=2)
-
-# In gloo's messages when a connection breaks; NCCL raises a `DistError`.
-GLOO = "gloo/transport"
 
 Result = TypeVar("Result")
 _numbers = itertools.count()
@@ -139,11 +135,6 @@ def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[],
         return previous.item() > 0
 
     return answer
-
-
-def peer_failed(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone."""
-    return isinstance(error, DistError) or GLOO in str(error)
 
 
 def picklable(error: Exception) -> Exception:

@@ -17,7 +17,6 @@ from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
     CUT,
     NO_ANSWER,
-    REFUSED,
     encode_messages,
     left_out,
     prepare_conversations,

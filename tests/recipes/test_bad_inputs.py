@@ -38,7 +38,6 @@ def broken_parquet() -> bytes:
 
 
 SPECIAL = {
-    "DEEP": b"[" * 100_000,
     "BINARY": bytes(range(256)) * 40,
     "UTF16": TEXT.encode("utf-16"),
     "GZIP": gzip.compress(b'{"text": "a"}\n' * 1000)[:30],

@@ -35,6 +35,7 @@ from gpt2_accel.data.source import data_fingerprint
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import model_shape
 from gpt2_accel.hf.convert import local_directory
+from gpt2_accel.hf.safetensors_files import weights_digest
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import LOCK, digest, read_json_lines, remove, write_file
 from gpt2_accel.runtime.signals import DRIVER
@@ -88,11 +89,7 @@ class Trial:
                 own[name] = value
         if self.config.init_from:
             folder = local_directory(model_directory(self.config.init_from))
-            own["files"] = sorted(
-                (path.name, digest(path))
-                for path in folder.iterdir()
-                if re.fullmatch(r"config\.json|.*\.(safetensors|bin)", path.name)
-            )
+            own["weights"] = weights_digest(folder)
         launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
         content = [own, self.data, launch]
         return text_digest(json.dumps(content, sort_keys=True))[:12]
@@ -271,14 +268,6 @@ def result_row(trial: Trial, folder: Path) -> dict | None:
 
 
 def read_table(path: Path) -> dict[str, dict]:
-    """Returns the rows of a CSV file by id; empty if the file does not exist.
-
-    Raises `ValueError` for a damaged row.
-    """
+    """Returns the rows of a CSV file by id; empty if the file does not exist."""
     text = path.read_text("utf-8") if path.exists() else ""
-    rows = {}
-    for number, row in enumerate(csv.DictReader(text.splitlines()), 1):
-        if not row.get("loss") or None in row.values():
-            raise ValueError(f"{path}: row {number} is damaged: remove it")
-        rows[row["id"]] = row
-    return rows
+    return {row["id"]: row for row in csv.DictReader(text.splitlines())}

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from conftest import long, refused, run
+from conftest import long, run
 from launching import ROOT, Started, python, wait_for
 
 from gpt2_accel.data.shards import read_manifest
-from gpt2_accel.tools.study.runs import read_table, read_trial
+from gpt2_accel.tools.study.runs import read_trial
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
@@ -216,9 +216,3 @@ def test_two_drivers_write_the_table_of_one(how, alone, tmp_path):
     assert (out / "runs.csv").read_bytes() == (alone[1] / "runs.csv").read_bytes()
     logs = [(tmp_path / f"log{number}").read_text() for number in range(2)]
     assert "".join(logs).count("updates 0 to") == 3
-
-
-def test_a_damaged_row_of_the_table_is_named(tmp_path):
-    (tmp_path / "runs.csv").write_text("id,settings,loss,code\na,{},2.5,x\ngarbage\n")
-    with refused(r"runs\.csv: row 2 is damaged"):
-        read_table(tmp_path / "runs.csv")
