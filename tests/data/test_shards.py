@@ -127,10 +127,9 @@ def test_a_missing_split_or_shard_is_refused(copied):
         TokenStream(copied, "train").read(0, 1)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "a/../../x"])
-def test_a_manifest_cannot_name_files_outside_its_folder(copied, name):
+def test_a_manifest_cannot_name_another_file(copied):
     manifest = read_json(copied / "manifest.json")
-    manifest["splits"]["train"]["shards"][0]["file"] = name
+    manifest["splits"]["train"]["shards"][0]["file"] = "/etc/passwd"
     (copied / "manifest.json").write_text(json.dumps(manifest))
-    with refused("manifest.json is damaged"):
+    with refused("is not the shard that the manifest lists"):
         TokenStream(copied, "train")
