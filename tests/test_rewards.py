@@ -302,7 +302,7 @@ WRONG_TASKS = [
     ([{"text": "a"}], "has no field 'prompt'"),
     ([], "no items"),
     ([{"prompt": "a" * 1000}], "remove it"),
-    ([{"prompt": [{"role": "tool", "content": "a"}]}], "role other than"),
+    ([{"prompt": [{"role": "judge", "content": "a"}]}], "role other than"),
 ]
 
 

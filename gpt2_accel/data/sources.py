@@ -280,7 +280,9 @@ def find_files(
     taken = {}
     left_out = []
     for path in sorted(paths):
-        if path.is_file() and path.name not in skipped and accepts(path):
+        if path.name in skipped:
+            continue
+        if path.is_file() and accepts(path):
             taken[path] = path.relative_to(source).as_posix() if path != source else path.name
         else:
             left_out.append(path.name)

@@ -218,7 +218,7 @@ def test_text_chat_and_samples_use_the_tokenizer_of_a_family(kind, tmp_path, cap
     flags = ["--data", write_lines(tmp_path / "chat.jsonl", chat_rows(30)), "--model", tuned]
     run_recipe("chat_sft", *flags, *settings, "--output_dir", tmp_path / "chat")
     capsys.readouterr()
-    flags = ["--prompt", "the cat", "--max_new_tokens", 8, "--temperature", 0]
+    flags = ["--chat", "false", "--prompt", "the cat", "--max_new_tokens", 8, "--temperature", 0]
     run_recipe("sample", "--model", tmp_path / "chat", *flags)
     output = capsys.readouterr().out
     saved = pipeline("text-generation", model=str(tmp_path / "chat"), device="cpu")

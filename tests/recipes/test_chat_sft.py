@@ -89,7 +89,7 @@ def test_settings_follow_from_the_data(windows, processes, pretrained, expected,
     recipe = load_recipe("chat_sft")
     train = {"tokens": windows * 512, "documents": 2 * windows}
     manifest = {"splits": {"train": train}, "sequence_length": 512}
-    monkeypatch.setattr(recipe, "read_manifest", lambda _: manifest)
+    monkeypatch.setattr("gpt2_accel.data.shards.read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
     recipe.fit_to_data(config, 128, processes, pretrained)
     actual = (config.max_steps, config.warmup_steps, config.eval_every)
