@@ -133,7 +133,8 @@ def prepare_folder(folder: Path) -> None:
 
 
 def test_commands_txt_lists_exactly_the_documented_commands():
-    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    written = set((ROOT / "docs/course").glob("*.md"))  # by `make docs`
+    files = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - written
     documented = [command for path in files for command in commands_of(path.read_text())]
     assert set(documented) == {*LOCAL, *ON_HUB, *NOT_RUN}
 
