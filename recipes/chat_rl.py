@@ -36,7 +36,9 @@ class ChatRL(TrainConfig):
     max_new_tokens: int = setting(128, "longest answer, in tokens")
     scale_rewards: bool = setting(False, "divide advantages by the group's deviation, as GRPO")
     mask_cut: bool = setting(False, "answers that are cut do not count")
-    test_every: int = setting(20, "interval of the evaluation on held-out tasks, in updates")
+    test_every: int = setting(
+        20, "interval of the evaluation on held-out tasks, in updates; 0: none"
+    )
 
     output_dir: str = "runs/chat_rl"
     resume_from: str | None = "latest"
@@ -113,7 +115,7 @@ def main() -> None:
         mask_cut=config.mask_cut,
     )
     callbacks: list[object] = []
-    if test:
+    if test and config.test_every:
         solved = Solved(test, reward, tokenizer, config.max_new_tokens)
         callbacks += [AtStart(solved), Evaluations([(config.test_every, solved)])]
     data = Data(tokenizer, source, name=f"tasks of {Path(config.data).name}", chat=True)
