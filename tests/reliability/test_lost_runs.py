@@ -195,6 +195,7 @@ def test_a_second_ctrl_c_stops_immediately(tiny, tmp_path, before_update):
 
     def endless(step):
         if step == 7:
+            wait_for(lambda: list_checkpoints(tmp_path))
             for pause in (0, ECHO + 0.1, 60):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(pause)
