@@ -36,7 +36,7 @@ FORMS = """
     messages conversations prompt completion instruction question output response answer
 """.split()  # noqa: SIM905
 # Fields of a message for the chat template.
-PASSED = "tool_calls reasoning_content reasoning thinking name tool_call_id".split()  # noqa: SIM905
+PASSED = ("tool_calls", "reasoning_content", "reasoning", "thinking", "name", "tool_call_id")
 # Fields of a row, a message or a part that would change a conversation if they are not empty.
 UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image

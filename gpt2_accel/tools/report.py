@@ -35,7 +35,7 @@ AXES = {
 }
 # Endings of metrics that depend on the tokenizer.
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
-# Endings of metrics that have no curve beside the loss, of which they are functions.
+# Endings of metrics without a curve of their own: functions of the loss, and times.
 DRAWN = (*PER_TOKEN, "/bits_per_byte", "/seconds")
 
 

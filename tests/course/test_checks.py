@@ -42,7 +42,7 @@ PIECES = re.compile(r"<\|im_\w+\|>|\w+|\W")
 
 
 class Tokens:
-    """Token ids of words and signs; it can decode the ids that it has seen."""
+    """Gives words and signs token ids, and decodes them."""
 
     def __init__(self):
         self.pieces = []
