@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpt2_accel.models.gpt2 import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig", "from_pretrained", "save_pretrained"]
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 
 def __getattr__(name: str) -> Any:
