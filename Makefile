@@ -106,7 +106,7 @@ bench: .venv/installed-dev  ## speed and memory against other trainers, into the
 
 GPU_tests := benchmarks/gpu_checks.py
 GPU_bench := benchmarks/measure.py gpt2 generation
-GPU_ladder := recipes/speed_ladder.py --output_dir benchmarks/results
+GPU_ladder := benchmarks/ladder.py
 
 gpu:  ## checks or measurements on a GPU, offline, by the Python that is there: PART=tests, bench or ladder
 	HF_HUB_OFFLINE=1 PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) $(or $(GPU_$(PART)),$(error PART is tests, bench or ladder))

@@ -184,6 +184,7 @@ class Kept:
         """Samples from the base. A run of release 0.5 that is resumed has no samples."""
         if not run.step and not self.base:
             start = str(run.config.init_from)
+            run.log.print_line("sampling from the base, to measure later what the run keeps of it")
             self.base = on_plain_model(run, lambda m: kept.sample_base(m, run.tokenizer, start))
 
     def on_step_end(self, run: Run, skipped: bool) -> None:

@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from gpt2_accel.runtime.files import atomic_file, read_json_lines
 
 # Adapted from Okabe and Ito (2008) and Paul Tol: colour-blind readers can tell them apart, on black
 # and on white.
@@ -18,22 +15,6 @@ LOSS_STYLES: dict[str, dict[str, Any]] = {
     "train/loss": {"linewidth": 0.8, "alpha": 0.5},
     "val/loss": {"linewidth": 2},
 }
-
-
-def draw_loss(run_dir: str | Path, path: str | Path) -> None:
-    """Draws the training and the validation loss of a run over its tokens, to the PNG file `path`.
-
-    Does nothing without metrics.
-    """
-    lines = read_json_lines(Path(run_dir) / "metrics.jsonl")
-    if not lines:
-        return
-    curves = []
-    for name, style in LOSS_STYLES.items():
-        x, y = curve_points(lines, name, "tokens")
-        curves.append((x, y, dict(style, color=COLOURS[0])))
-    with atomic_file(path) as file:
-        chart(LOSS_TITLE, "tokens", curves).savefig(file, format="png", facecolor="white")
 
 
 def outcome(lines: Sequence[Mapping], xz: float | None) -> str:

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_accel.charts import draw_loss
 from gpt2_accel.checkpoint.find import STATE, list_checkpoints
-from gpt2_accel.hf.hub import LAST_CHECKPOINT, PICTURE, link, push, stage
+from gpt2_accel.hf.hub import LAST_CHECKPOINT, link, push, stage
 from gpt2_accel.run import Run
 from gpt2_accel.runtime.files import remove, sentence
 
@@ -72,13 +71,8 @@ class Pushes(AbstractContextManager):
             self.push(run, path, path, tag)
 
     def on_train_end(self, run: Run, finished: bool) -> None:
-        if self.run is None or not finished:
-            return
-        try:
-            draw_loss(run.run_dir, run.run_dir / PICTURE)
-        except (OSError, ValueError) as error:
-            self.print_line(f"the loss is not plotted: {sentence(error)}")
-        self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
+        if self.run is not None and finished:
+            self.push(run, run.run_dir, list_checkpoints(run.run_dir)[-1])
 
     def push(self, run: Run, directory: Path, checkpoint: Path, tag: str = "") -> None:
         """Starts to push the model in `directory`, as the revision `tag` if that is given.

@@ -39,6 +39,7 @@ Reward = Callable[[Mapping[str, Any], str], float]
 """(row, text of the answer) -> its reward."""
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+SLOW = 10.0  # seconds for the reward of a text, above which a line is printed
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -127,7 +128,8 @@ class PolicyGradient:
     Figures: `reward`, the mean, and its standard error over prompts; `solved_all` and
     `solved_none`, shares of the groups in which all rewards are 1 or more, or 0 or less;
     `answer_tokens`, the mean length; `entropy`, the mean of -log p of the answers' tokens in nats;
-    the answers' tokens per second in sampling and in training.
+    `logp_difference`, the mean distance between log p of a token in sampling and in training; the
+    answers' tokens per second in sampling and in training.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class PolicyGradient:
         self.scale_rewards = scale_rewards
         self.mask_cut = mask_cut
         self.equal = 0  # updates in a row whose rewards teach nothing
+        self.slow = False  # whether a slow reward was named
 
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, Any]:
         accelerator = run.accelerator
@@ -187,8 +190,9 @@ class PolicyGradient:
         seeds = [int(hash64(run.config.seed, 3, run.step, n)[0] >> np.uint64(2)) for n in numbers]
         ends = set(text_ends(run.tokenizer))
         answers: list[list[int]] = [[] for _ in range(len(tasks) * self.group)]
+        nats: list[torch.Tensor] = []
         model = unwrap(run.accelerator, run.model)
-        for ids in tokens(model, [task.ids for task in tasks], self.sampling, seeds):
+        for ids in tokens(model, [task.ids for task in tasks], self.sampling, seeds, nats):
             if run.stop.reason:
                 return []
             for answer, token in zip(answers, ids, strict=True):
@@ -197,16 +201,23 @@ class PolicyGradient:
             if all(answer[-1] in ends for answer in answers):
                 break
         groups = []
+        steps = torch.stack(nats, 1).tolist()
+        began = perf_counter()
         for i, task in enumerate(tasks):
-            group = answers[i * self.group : (i + 1) * self.group]
+            own = slice(i * self.group, (i + 1) * self.group)
+            group = answers[own]
             texts = run.tokenizer.batch_decode(group, skip_special_tokens=True)
             rewards = [score(self.reward, task.row, text) for text in texts]
             advantages = np.array(rewards) - np.mean(rewards)
             if self.scale_rewards:
                 advantages /= np.std(rewards, ddof=1) + 1e-4
-            rows = zip(group, texts, rewards, advantages, strict=True)
             counts = [not self.mask_cut or answer[-1] in ends for answer in group]
-            groups.append([Row(task, *row, x) for row, x in zip(rows, counts, strict=True)])
+            rows = zip(group, texts, rewards, advantages, counts, steps[own], strict=True)
+            groups.append([Row(task, *row) for row in rows])
+        each = (perf_counter() - began) / len(answers)
+        if each > SLOW and not self.slow:
+            self.slow = True
+            run.log.print_line(f"the reward takes {each:.0f} s for a text: the model waits for it")
         return groups
 
     def train(self, run: Run, rows: Sequence["Row"], total: float) -> dict[str, float]:
@@ -215,17 +226,17 @@ class PolicyGradient:
         device = run.accelerator.device
         factor = run.accelerator.num_processes / total
         positions = unwrap(run.accelerator, run.model).config.n_positions
-        sums = torch.zeros(2, device=device)  # the loss, and the nats
+        sums = torch.zeros(3, device=device)  # of the loss, the nats, and the distances
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
-            inputs, targets = (x.to(device) for x in padded(part, positions))
+            inputs, targets, sampled = (x.to(device) for x in padded(part, positions))
             nats = run.model(inputs, targets, reduction="none").float()
             advantages = torch.tensor([row.advantage for row in part], device=device)
             loss = (nats * advantages[:, None].float()).sum() * factor
             run.backward(loss, last=start + size >= len(rows))
-            sums += torch.stack((loss, nats.sum() * factor)).detach()
-        loss, entropy = sums.tolist()
-        return {"loss": loss, "entropy": entropy}
+            distance = (nats - sampled).abs().sum()
+            sums += torch.stack((loss, nats.sum() * factor, distance * factor)).detach()
+        return dict(zip(("loss", "entropy", "logp_difference"), sums.tolist(), strict=True))
 
     def remark(self, run: Run, rewards: np.ndarray) -> None:
         """Prints a line if the rewards have been equal in each group for `LEVEL` updates."""
@@ -242,12 +253,12 @@ class PolicyGradient:
         if run.config.sample_every and run.step % run.config.sample_every == 0:
             for row in sorted(group, key=lambda row: row.reward)[:: max(1, self.group - 1)]:
                 prompt = row.task.prompt[-1]["content"]
-                run.log.sample(prompt, f"reward {row.reward:g}: {row.text}")
+                run.log.sample(prompt, f"{prompt}\nreward {row.reward:g}: {row.text}")
 
 
 class Row(NamedTuple):
-    """A task and an answer to it, as token ids and text; its reward and advantage, and whether its
-    tokens count."""
+    """A task and an answer to it, as token ids and text; its reward and advantage, whether its
+    tokens count, and -log p of each in sampling."""
 
     task: Question
     answer: list[int]
@@ -255,21 +266,24 @@ class Row(NamedTuple):
     reward: float
     advantage: float
     counts: bool
+    nats: list[float]
 
 
-def padded(rows: Sequence[Row], positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns inputs and targets of rows, (B, T) int64, T at most `positions`; only the answers'
-    tokens are targets."""
+def padded(rows: Sequence[Row], positions: int) -> tuple[torch.Tensor, ...]:
+    """Returns inputs and targets of rows, (B, T) int64, T at most `positions`, and `Row.nats` of
+    the targets, (B, T) fp32; only the answers' tokens are targets."""
     longest = max(len(row.task.ids) + len(row.answer) for row in rows) - 1
     inputs = torch.zeros(len(rows), min(round_up(longest, MULTIPLE), positions), dtype=torch.int64)
     targets = torch.full_like(inputs, -100)
+    nats = torch.zeros(inputs.shape)
     for i, row in enumerate(rows):
         ids = torch.tensor(row.task.ids + row.answer)
         start = len(row.task.ids)
         inputs[i, : len(ids) - 1] = ids[:-1]
         if row.counts:
             targets[i, start - 1 : len(ids) - 1] = ids[start:]
-    return inputs, targets
+            nats[i, start - 1 : len(ids) - 1] = torch.tensor(row.nats[: len(row.answer)])
+    return inputs, targets, nats
 
 
 class Solved:

@@ -33,7 +33,6 @@ from gpt2_accel.evals.validation import Measure, token_losses, validation_loss
 from gpt2_accel.first_model import NewModel, adapt, build_model, document_separator
 from gpt2_accel.generation.sampling import Prompt, encode_prompt, user_turn
 from gpt2_accel.hf.hub import check_push
-from gpt2_accel.hf.hub_data import open_hub
 from gpt2_accel.hf.lora import describe_lora
 from gpt2_accel.lifecycle import open_logs
 from gpt2_accel.models import LanguageModel, ModelConfig, skeleton
@@ -155,7 +154,6 @@ def find_data(config: TrainConfig, data: "Data | Callable[[Any], Data] | None") 
     Raises `ValueError` if the user gives something else.
     """
     if data is None:
-        open_hub(config.data_dir)
         return open_data(config.data_dir)
     if callable(data):
         data = data(config)

@@ -139,7 +139,6 @@ def evaluate(
     from gpt2_accel.evals.hellaswag import HellaSwag
     from gpt2_accel.evals.perplexity import TextPerplexity
     from gpt2_accel.evals.validation import prepare_loss
-    from gpt2_accel.hf.hub_data import open_hub
     from gpt2_accel.rewards import Solved, load_reward
 
     shape = model.config
@@ -163,7 +162,6 @@ def evaluate(
         notes += task.notes
     for split in config.splits:
         assert config.data_dir is not None  # checked by Evaluate
-        open_hub(config.data_dir)
         prepared = open_data(config.data_dir)
         evaluation, note = prepare_loss(
             accelerator, tokenizer, shape, prepared, split, config.eval_tokens, bos, length

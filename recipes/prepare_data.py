@@ -9,8 +9,6 @@
         --data_dir data/chat
     python recipes/prepare_data.py import nanoGPT/data/openwebtext --data_dir data/openwebtext
     python recipes/prepare_data.py mix data/mine=0.3 data/fineweb_edu=0.7 --data_dir data/both
-    python recipes/prepare_data.py push USER/NAME --data_dir data/mine
-    python recipes/prepare_data.py pull USER/NAME --data_dir data/theirs
     python recipes/prepare_data.py --data_dir data/mine  # prints its content; --verify checks it
 
 After an interruption, the same command continues the preparation.
@@ -29,8 +27,6 @@ After an interruption, the same command continues the preparation.
 - import: token files of nanoGPT, build-nanogpt, llm.c, modded-nanogpt or datatrove, copied into
   shards. A run that 0.5 began on such files goes on with the new folder.
 - mix: a mixture of prepared data, with the weight of each.
-- push, pull: uploads prepared data to a data set on the Hub, private unless `--public` is given, or
-  downloads it. `--data_dir hub:USER/NAME` trains on it. See docs/data.md.
 
 One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its
 text. If that is less than 1% or more than 15% of the text, the last 5% of each document is held out
@@ -55,7 +51,6 @@ from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import SHARD_TOKENS, plan_of, prepare_sources
 from gpt2_accel.data.rows import ROW_SUFFIXES, row_suffix
 from gpt2_accel.data.shards import (
-    HUB,
     TOKEN_ID,
     read_manifest,
 )
@@ -147,12 +142,11 @@ HELP = {
     "model": "model to fine-tune: HF directory or Hub id",
     "sequence_length": "tokens per window, at most the model's positions",
     "chatml": "ChatML instead of the model's chat template",
-    "public": "make the data set public if it is new",
     "cut": "cut conversations that are longer than a window, instead of leaving them out",
     "pairs": "pairs of answers for chat_dpo.py: rows with chosen and rejected, and a prompt beside "
     "them or in them; each answer with its prompt has at most --sequence_length tokens",
 }
-SWITCHES = ("verify", "chatml", "public", "cut", "pairs")
+SWITCHES = ("verify", "chatml", "cut", "pairs")
 POSITIVE = ("workers", "shard_tokens", "vocab_size", "sequence_length")
 REQUIRED = ("model", "sequence_length")
 DEFAULTS = {
@@ -186,8 +180,6 @@ COMMANDS = {
     "chat": Command(HUB_PART + CONVERSATIONS, "FILE_OR_HUB_ID"),
     "import": Command((), "FILE_OR_FOLDER"),
     "mix": Command((), "DATA_DIR=WEIGHT", "+"),
-    "push": Command(("public",), "USER/NAME"),
-    "pull": Command((), "USER/NAME"),
 }
 
 
@@ -244,11 +236,6 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         raise
     if not parsed.data_dir:
         parser.error("the following arguments are required: --data_dir")
-    if parsed.data_dir.startswith(HUB):
-        raise ValueError(
-            f"{parsed.data_dir} is on the Hub: give a folder, into which pull "
-            f"{parsed.data_dir.removeprefix(HUB)} --data_dir FOLDER downloads it"
-        )
     return parsed
 
 
@@ -279,13 +266,11 @@ def training_texts(sources: Sequence[Source]) -> Iterator[str]:
         for document in source.documents():
             if document.split != "train":
                 continue
-            for chunk in document.chunks:
-                assert isinstance(chunk, str)  # token ids need a tokenizer
-                yield chunk
+            yield from document.chunks
 
 
 def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
-    """Writes the shards of files of text, or of token ids; returns the manifest."""
+    """Writes the shards of files of text; returns the manifest."""
     if options.command == "text":
         files: dict[Path, str] = {}
         for path in options.source:
@@ -299,7 +284,7 @@ def prepare_corpus(options: argparse.Namespace, command: str) -> dict:
         paths, revision = hub_files(source, **hub_options(options))
         tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
         one_in = ONE_IN.get(options.command, HELD_OUT)
-        sources = row_files(paths, options.column, tokenizer, one_in)
+        sources = row_files(paths, options.column, one_in)
     if tokenizer is None:
         texts = islice(training_texts(sources), BPE_CHUNKS)
         tokenizer = train_bpe(texts, options.vocab_size or BPE_SIZE)
@@ -377,29 +362,11 @@ def prepare_chat(options: argparse.Namespace, command: str) -> dict:
     )
 
 
-def push(options: argparse.Namespace, command: str) -> dict:
-    """Uploads prepared data to the Hub; returns the manifest."""
-    from gpt2_accel.hf.hub_data import push_data  # imports torch
-
-    url = push_data(options.data_dir, options.source, private=not options.public)
-    print(f"The data is at {url}.")
-    return read_manifest(options.data_dir)
-
-
-def pull(options: argparse.Namespace, command: str) -> dict:
-    """Downloads prepared data from the Hub; returns the manifest."""
-    from gpt2_accel.hf.hub_data import pull_data  # imports torch
-
-    return pull_data(options.source, options.data_dir)
-
-
 PREPARE = {
     "shakespeare": prepare_shakespeare,
     "shakespeare-char": prepare_shakespeare,
     "chat": prepare_chat,
     "import": lambda options, command: import_tokens(options.source, options.data_dir, command),
-    "push": push,
-    "pull": pull,
 }
 
 
@@ -468,7 +435,7 @@ def main(words: Sequence[str] | None = None) -> None:
         prepare = PREPARE.get(options.command, prepare_corpus)
         manifest = prepare(options, command)
         summarize(manifest)
-        if words is None and options.command != "push":  # not for a recipe
+        if words is None:  # not for a recipe
             print_next(options.data_dir, manifest)
     if options.verify:
         verify(options.data_dir)

@@ -60,10 +60,8 @@ class Pretrain124M(TrainConfig):
 def main(config_class: type[TrainConfig]) -> None:
     """Parses the settings and trains. Raises `FileNotFoundError` if the data does not exist."""
     config = parse_config(config_class)
-    from gpt2_accel.data.shards import HUB
-
     folder = Path(config.data_dir)
-    if not (config.dry_run or config.data_dir.startswith(HUB) or folder.exists()):
+    if not (config.dry_run or folder.exists()):
         source = [KNOWN[folder.name]] if folder.name in KNOWN else ["text", "PATH"]
         command = recipe_command("prepare-data", *source, "--data_dir", config.data_dir)
         raise FileNotFoundError(f"{folder} does not exist: make it by {command}")

@@ -25,17 +25,15 @@ class PushToHub:
 
 def main() -> None:
     config = parse_config(PushToHub)
-    from gpt2_accel.charts import draw_loss
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.hf.convert import read_config
-    from gpt2_accel.hf.hub import PICTURE, check_push, push_model
+    from gpt2_accel.hf.hub import check_push, push_model
     from gpt2_accel.hf.safetensors_files import weight_files
 
     check_push(config.repo_id)
     directory = Path(verified_directory(config.model, config.verify))
     read_config(directory)  # raises for a model that is not supported
     weight_files(directory)  # raises if files are missing
-    draw_loss(config.model, directory / PICTURE)
     url = push_model(directory, config.repo_id, private=config.private)
     print(f"The model is at {url}.")
 

@@ -179,14 +179,12 @@ def fit_to_model(config: Quickstart) -> None:
 def main() -> None:
     config = parse_config(Quickstart)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.hf.hub_data import open_hub
     from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.train import train
 
     with main_process_first():
         if config.data:
             prepare_text(config)
-        open_hub(config.data_dir)
         try:
             check_prepared(config)
         except FileNotFoundError as error:

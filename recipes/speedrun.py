@@ -132,23 +132,20 @@ class License:
 
 def main() -> None:
     config = parse_config(Speedrun)
-    from gpt2_accel.data.shards import HUB, read_manifest
+    from gpt2_accel.data.shards import read_manifest
 
-    exists = config.data_dir.startswith(HUB) or Path(config.data_dir).exists()
+    exists = Path(config.data_dir).exists()
     if not exists and not config.dry_run:
         arguments = ["hf", DATA, "--tokenizer", "gpt2", "--data_dir", config.data_dir]
         command = recipe_command("prepare-data", *arguments)
         raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.hf.hub_data import open_hub
-    from gpt2_accel.runtime.processes import main_process_first, on_main_process
+    from gpt2_accel.runtime.processes import on_main_process
     from gpt2_accel.train import train
     from gpt2_accel.tuning import saved_settings
 
     vocab_size = VOCAB_SIZE
     if exists:
-        with main_process_first():
-            open_hub(config.data_dir)
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     follow_depth(config, vocab_size)
     saved = on_main_process(lambda: saved_settings(config))  # of 0.5 it has wsd

@@ -164,12 +164,16 @@ def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
 
 def test_the_end_of_a_turn_counts_and_prompts_do_not():
     tasks = [Question({}, [], [5, 6, 7]), Question({}, [], [5])]
-    rows = [Row(tasks[0], [8, 9], "", 1, 0.5, True), Row(tasks[1], [8, 2, 4], "", 0, -0.5, False)]
-    inputs, targets = rewards.padded(rows, 12)
+    nats = [1.0, 2.0, 3.0, 4.0]
+    rows = [Row(tasks[0], [8, 9], "", 1, 0.5, True, nats)]
+    rows.append(Row(tasks[1], [8, 2, 4], "", 0, -0.5, False, nats))
+    inputs, targets, sampled = rewards.padded(rows, 12)
     assert inputs.shape == (2, 12)
     assert inputs[0, :4].tolist() == [5, 6, 7, 8]
     assert targets[0, :5].tolist() == [-100, -100, 8, 9, -100]
     assert (targets[1] == -100).all()  # it was cut, and is masked
+    assert sampled[0, :5].tolist() == [0, 0, 1, 2, 0]
+    assert not sampled[1].any()
 
 
 def flags(chat_model, tasks_file, folder, **changes):
@@ -198,7 +202,8 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     samples = [
         json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
     ]
-    assert all(sample["text"].startswith("reward ") for sample in samples)
+    assert all(sample["text"].startswith(f"{sample['prompt']}\nreward ") for sample in samples)
+    assert 0 < lines[1]["train/logp_difference"] < 1e-5  # fp32, with and without the cache
     reset_accelerate()
     checkpoint = tmp_path / "run/checkpoint-3"
     more = flags(chat_model, tasks_file, tmp_path / "more", resume_from=checkpoint)
@@ -383,7 +388,7 @@ def test_gradients_equal_trl(chat_model, tmp_path):
 
     own = from_pretrained(chat_model).eval()
     rows = [
-        Row(Question({}, [], p), a, "", 0.0, float(x), True)
+        Row(Question({}, [], p), a, "", 0.0, float(x), True, [0.0] * 9)
         for p, a, x in zip(prompts, answers, advantages, strict=True)
     ]
     loader = SimpleNamespace(micro_batch_size=1)

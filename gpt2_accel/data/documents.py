@@ -10,8 +10,6 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
 FEWEST = 0.01  # bounds of that share if whole documents are held out
@@ -23,13 +21,13 @@ LAST_WORD_END = re.compile(r"(?s).*\w(?=[ \n])")
 
 
 class Document(NamedTuple):
-    """A document of the split `split`, in chunks that are tokenized separately.
+    """A document of the split `split`, in chunks of text that are tokenized separately.
 
-    A chunk is a text, or token ids, (n,) int64. `place` names the document in messages.
+    `place` names the document in messages.
     """
 
     split: str
-    chunks: Iterable[str | np.ndarray]
+    chunks: Iterable[str]
     place: str = "a document"
 
 
@@ -59,18 +57,16 @@ def split_of(key: str, one_in: int = HELD_OUT) -> str:
     return "val" if held_out(key, one_in) else "train"
 
 
-def last_part(row: str | np.ndarray) -> int:
-    """Returns where the last `VAL_SHARE` of a text or of its token ids begins.
+def last_part(text: str) -> int:
+    """Returns where the last `VAL_SHARE` of a text begins, at the end of a word.
 
-    In a text this is the end of a word. A short text without one is not divided.
+    A short text without one is not divided.
     """
-    cut = int(len(row) * (1 - VAL_SHARE))
-    if not isinstance(row, str):
-        return cut
-    match = re.search(WORD_END, row[cut:])
+    cut = int(len(text) * (1 - VAL_SHARE))
+    match = re.search(WORD_END, text[cut:])
     if match:
         return cut + match.end()
-    return cut if len(row) >= UNDIVIDED else len(row)
+    return cut if len(text) >= UNDIVIDED else len(text)
 
 
 # Cutting a text
@@ -104,19 +100,15 @@ def separated(parts: Iterable[str], separator: re.Pattern) -> Iterator[Iterator[
             yield own
 
 
-def chunks(parts: Iterable[str | np.ndarray]) -> Iterator[str | np.ndarray]:
+def chunks(parts: Iterable[str]) -> Iterator[str]:
     """Joins `parts` and yields the text in chunks of about `CHUNK` characters, none if it is empty.
 
-    Token ids are one part, and are not cut. A chunk of text ends at a letter or digit before a
-    space or a newline. GPT-2's pre-tokenizer always splits there, so the tokens equal the tokens of
-    the undivided text. A text without such a place is cut elsewhere.
+    A chunk ends at a letter or digit before a space or a newline. GPT-2's pre-tokenizer always
+    splits there, so the tokens equal the tokens of the undivided text. A text without such a place
+    is cut elsewhere.
     """
     held = ""
     for part in parts:
-        if not isinstance(part, str):
-            if len(part):
-                yield part
-            continue
         for start in range(0, len(part), CHUNK):
             held += part[start : start + CHUNK]
             if len(held) >= CHUNK:

@@ -171,13 +171,13 @@ def prepare_sources(
 
 
 class Piece(NamedTuple):
-    """A chunk of a document: text or token ids. `at` is (number of the source, of the document)."""
+    """A chunk of a document. `at` is (number of the source, of the document)."""
 
     at: tuple[int, int]
     begins: bool
     ends: bool
     split: str
-    chunk: str | np.ndarray
+    chunk: str
     place: str
 
 
@@ -250,33 +250,26 @@ class TextWriter:
         encoded = []
         for piece in group:
             unknown = 0
-            special: Counter[str] = Counter()
-            if isinstance(piece.chunk, str):
-                text = piece.chunk
-                try:
-                    size = len(text.encode())
-                except UnicodeEncodeError:
-                    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    size = len(text.encode())
-                try:
-                    tokens = self.tokenize(text)
-                except ValueError as error:
-                    raise ValueError(f"{piece.place}: {error}") from error
-                special.update(self.special.findall(text))
-                if self.is_lossy:
-                    unknown = lost_characters(self.tokenizer, text, tokens.tolist())
-                    tokens = tokens[~np.isin(tokens, (*self.begin, *self.end))]
-            else:
-                tokens = piece.chunk
-                text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+            text = piece.chunk
+            try:
                 size = len(text.encode())
+            except UnicodeEncodeError:
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                size = len(text.encode())
+            try:
+                tokens = self.tokenize(text)
+            except ValueError as error:
+                raise ValueError(f"{piece.place}: {error}") from error
+            if self.is_lossy:
+                unknown = lost_characters(self.tokenizer, text, tokens.tolist())
+                tokens = tokens[~np.isin(tokens, (*self.begin, *self.end))]
             parts = [tokens]
             if piece.begins:
                 parts.insert(0, self.begin)
             if piece.ends:
                 parts.append(self.end)
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
-            encoded.append((piece, tokens, size, unknown, special))
+            encoded.append((piece, tokens, size, unknown, Counter(self.special.findall(text))))
         return encoded
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:

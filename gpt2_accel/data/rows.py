@@ -146,8 +146,8 @@ def parquet_rows(path: str | zipfile.Path, column: str) -> Iterator[tuple[Any, s
                 number += 1
 
 
-def column_of(row: Any, column: str, place: str) -> str | list:
-    """Returns the text or the list of token ids of a row, an empty string for null.
+def column_of(row: Any, column: str, place: str) -> str:
+    """Returns the text of a row, an empty string for null.
 
     Raises `ValueError` if the column is missing or holds something else.
     """
@@ -159,10 +159,10 @@ def column_of(row: Any, column: str, place: str) -> str | list:
     if column not in row:
         raise ValueError(no_column(f"{place},", column, row))
     value = row[column]
-    if not isinstance(value, str | list | None):
+    if not isinstance(value, str | None):
         raise ValueError(
-            f"{place}, has a value of type {type(value).__name__} in {column!r}, not a text or a "
-            "list of token ids: choose another by --column, or correct it"
+            f"{place}, has a value of type {type(value).__name__} in {column!r}, not a text: "
+            "choose another by --column, or correct it"
         )
     return value or ""
 

@@ -77,7 +77,6 @@ HEADER = struct.Struct("<8sIIQ32s8x")
 TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DATA_MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "gpt2_accel token shards"
-HUB = "hub:"  # begins the name of data on the Hub
 
 
 class UnreadableData(OSError):
@@ -160,28 +159,18 @@ def read_shard(data_dir: Path, dtype: np.dtype, shard: dict, start: int, count: 
 # The manifest
 
 
-def folder_of(data_dir: str | Path) -> Path:
-    """Returns the path of a data folder; for `hub:USER/NAME`, its folder in the cache."""
-    name = str(data_dir)
-    if not name.startswith(HUB):
-        return Path(data_dir)
-    cache = os.environ.get("GPT2_ACCEL_CACHE", Path.home() / ".cache" / "gpt2_accel")
-    return Path(cache) / name.removeprefix(HUB).replace("/", "--")
-
-
 def read_manifest(data_dir: str | Path) -> dict:
     """Returns the manifest of a data folder, as in the module's docstring.
 
     Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged or of another format.
     """
-    folder = folder_of(data_dir)
-    path = folder / DATA_MANIFEST
+    path = Path(data_dir) / DATA_MANIFEST
     if not path.is_file():
         command = recipe_command("prepare-data")
         raise FileNotFoundError(
             f"{data_dir} is not prepared data, since {DATA_MANIFEST} is missing: prepare text by "
             f"{command} text FILE_OR_FOLDER --data_dir NEW_FOLDER, or another trainer's token "
-            f"files by {command} import {folder} --data_dir NEW_FOLDER, then also a run on them "
+            f"files by {command} import {data_dir} --data_dir NEW_FOLDER, then also a run on them "
             "goes on, by --data_dir NEW_FOLDER --ignore_changes"
         )
     with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -219,7 +208,7 @@ class TokenStream:
         if split not in splits:
             raise ValueError(f"{data_dir} has no split {split!r}, only {', '.join(splits)}")
         entry = splits[split]
-        self.data_dir = folder_of(data_dir)
+        self.data_dir = Path(data_dir)
         self.split = split
         self.tokens: int = entry["tokens"]
         self.bytes: int | None = entry["bytes"]

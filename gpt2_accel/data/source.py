@@ -34,7 +34,6 @@ from gpt2_accel.data.shards import (
     HEADER,
     TOKEN_DTYPES,
     TokenStream,
-    folder_of,
     listed_shards,
     read_manifest,
     read_parts,
@@ -145,13 +144,13 @@ class Data:
 
 
 def open_data(data_dir: str | Path) -> Data:
-    """Opens prepared data: a folder, a mixture, or `hub:USER/NAME` in the cache.
+    """Opens prepared data: a folder or a mixture.
 
     Reads each manifest once, and checks the header of each shard. Raises `FileNotFoundError` if it
     is not prepared or its tokenizer is missing, `ValueError` if a file is damaged, if the tokenizer
     did not make the tokens, or if a part of a mixture has changed since it was mixed.
     """
-    folder = folder_of(data_dir)
+    folder = Path(data_dir)
     manifest = read_manifest(data_dir)
     parts = read_parts(folder, manifest)
     tokenizer = load_tokenizer(folder / "tokenizer")
@@ -206,7 +205,7 @@ def verify_data(data_dir: str | Path) -> int:
     """
     open_data(data_dir)
     shards = []
-    for folder, manifest, _ in read_parts(folder_of(data_dir), read_manifest(data_dir)):
+    for folder, manifest, _ in read_parts(Path(data_dir), read_manifest(data_dir)):
         shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
     for folder, kind, shard in progress(shards, "verifying", len(shards)):
         read_shard(folder, TOKEN_DTYPES[kind], shard, 0, 0)

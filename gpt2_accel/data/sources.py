@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from gpt2_accel.data.documents import (
     CHUNK,
     HELD_OUT,
@@ -109,59 +107,25 @@ def read_part(path: Path, start: int, end: int) -> Iterator[str]:
         yield from codecs.iterdecode(iter(block, b""), "utf-8" if start else "utf-8-sig")
 
 
-def row_file(
-    path: str, column: str, tokenizer: "PreTrainedTokenizerBase | None", one_in: int | None
-) -> Source:
+def row_file(path: str, column: str, one_in: int | None) -> Source:
     """Returns the source of a local or remote file with a document in the `column` of each row.
 
-    A document is a text, or token ids of `tokenizer`. One row in `one_in` is held out; if that is
-    None, the last part of each row.
+    One row in `one_in` is held out; if that is None, the last part of each row.
     """
     state = state_of(path)
 
     def documents() -> Iterator[Document]:
         for row, place in unchanged(read_rows(path, column), path, state):
-            found = column_of(row, column, place)
-            value: str | np.ndarray
-            if isinstance(found, list):
-                value, key = token_ids(found, tokenizer, place)
-            else:
-                value = key = found
+            text = column_of(row, column, place)
             if one_in:
-                parts = {split_of(key, one_in): value}
+                parts = {split_of(text, one_in): text}
             else:
-                cut = last_part(value)
-                parts = {"train": value[:cut], "val": value[cut:]}
+                cut = last_part(text)
+                parts = {"train": text[:cut], "val": text[cut:]}
             for split, part in parts.items():
                 yield Document(split, chunks([part]), place)
 
     return Source(f"{path}, {column}", documents, *state)
-
-
-def token_ids(
-    row: list, tokenizer: "PreTrainedTokenizerBase | None", place: str
-) -> tuple[np.ndarray, str]:
-    """Returns a row of token ids of `tokenizer`, (n,) int64, and their text.
-
-    The tokens at its ends that separate documents are removed. Raises `ValueError` if a value is
-    not the id of a token, and without a tokenizer.
-    """
-    if tokenizer is None:
-        raise ValueError(
-            f"{place}, holds token ids: give the tokenizer that made them by --tokenizer"
-        )
-    for token in row:
-        if type(token) is not int or not 0 <= token < len(tokenizer):
-            raise ValueError(
-                f"{place}, holds {token!r}, which is not a token id from 0 to "
-                f"{len(tokenizer) - 1}: give the tokenizer that made the ids by --tokenizer, or "
-                "choose another --column"
-            )
-    ids = np.array(row, np.int64)
-    begin, end = document_marks(tokenizer)
-    inside = np.flatnonzero(~np.isin(ids, begin + end))
-    ids = ids[inside[0] : inside[-1] + 1] if len(inside) else ids[:0]
-    return ids, str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 # Files of a corpus
@@ -179,7 +143,7 @@ def corpus_files(
     if it is empty, each file is one document.
 
     Plain text is held out by a hash of the name. If the held-out share does not fit, the last
-    `VAL_SHARE` of each file is held out instead. `row_files` describes the other arguments. Raises
+    `VAL_SHARE` of each file is held out instead. `row_files` describes `column`. Raises
     `ValueError` if a row has no text in `column`.
     """
     splits: dict[Path, str | None] = {}
@@ -198,22 +162,17 @@ def corpus_files(
     lines = text_separators(tokenizer) if separator is None else filter(None, [separator])
     pattern = separator_pattern(lines)
     plain = [text_file(path, split, pattern) for path, split in splits.items()]
-    return plain + row_files(rows, column, tokenizer)
+    return plain + row_files(rows, column)
 
 
-def row_files(
-    paths: Sequence[str],
-    column: str,
-    tokenizer: "PreTrainedTokenizerBase | None",
-    one_in: int = HELD_OUT,
-) -> list[Source]:
-    """Returns the sources of files of rows; `column` has texts, or token ids of `tokenizer`.
+def row_files(paths: Sequence[str], column: str, one_in: int = HELD_OUT) -> list[Source]:
+    """Returns the sources of files of rows with a text in `column`.
 
     One row in `one_in` is held out by a hash of its text. If `one_in` is `HELD_OUT` and the share
     does not fit in the first `SAMPLED_ROWS` rows, the last part of each row is held out instead.
     Raises `ValueError` if one of these rows has no text in `column`.
     """
-    files = [row_file(path, column, tokenizer, one_in) for path in paths]
+    files = [row_file(path, column, one_in) for path in paths]
     if one_in != HELD_OUT:
         return files
     sizes = {"train": 0, "val": 0}
@@ -222,7 +181,7 @@ def row_files(
         sizes[document.split] += sum(map(len, document.chunks))
     if fitting_share(sizes["val"], sum(sizes.values())):
         return files
-    return [row_file(path, column, tokenizer, None) for path in paths]
+    return [row_file(path, column, None) for path in paths]
 
 
 def state_of(path: str) -> tuple[int, float | None]:

@@ -129,7 +129,14 @@ def read_tasks(folder: Bundle, limit: int | None = None) -> list[Task]:
             if not known or task.examples < 0 or not 0 <= task.guessing < 1:
                 raise ValueError(f"the type, examples or random baseline of {task.name} is wrong")
             tasks[task.name] = task, folder / "eval_data" / entry["dataset_uri"]
-    except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        yaml.YAMLError,
+        zipfile.BadZipFile,
+    ) as error:
         raise ValueError(
             f"{folder} has a wrong core.yaml or eval_meta_data.csv ({first_line(error)}): restore "
             "the files of the bundle"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from gpt2_accel.checkpoint.find import verified_directory
 from gpt2_accel.config import WEIGHT_DTYPES, Sampling
@@ -170,12 +171,14 @@ def tokens(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     seeds: Sequence[int] | None = None,
+    nats: list[torch.Tensor] | None = None,
 ) -> Iterator[list[int]]:
     """Yields the next token of each sample, `sampling.max_new_tokens` times.
 
     A prompt has at least one token. `seeds` has one for each prompt, by default `sampling.seed`.
-    Ignores `sampling.stop`, which `stream` compares with the text.
-    Raises `ValueError` for logits that are not finite.
+    `nats` gets -log p of each step's tokens, (samples,) fp32, by the model's own distribution.
+    Ignores `sampling.stop`, which `stream` compares with the text. Raises `ValueError` for logits
+    that are not finite.
     """
     n_positions = model.config.n_positions
     rows = []
@@ -194,6 +197,8 @@ def tokens(
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
             next_ids = sample_next(logits.float(), sampling, generators)
+            if nats is not None:
+                nats.append(cross_entropy(logits.float(), next_ids, reduction="none"))
             ids = next_ids.tolist()
             yield ids
             if not left:

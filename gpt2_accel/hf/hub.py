@@ -24,7 +24,6 @@ from gpt2_accel.tokenizer import refuse_gguf
 # not need it.
 
 LAST_CHECKPOINT = "last-checkpoint"
-PICTURE = "loss.png"  # the model card shows it if it is in the same folder
 # The files of a model directory that are downloaded and uploaded.
 MODEL_FILES = (
     "config.json",
@@ -43,16 +42,12 @@ MODEL_FILES = (
     "added_tokens.json",
     "README.md",
     "LICENSE*",
-    PICTURE,
 )
 # Checksums of a run's final model. They belong to the folder and are not uploaded: a repository's
 # files are changed by its owner.
 MODEL_MANIFEST = "model.manifest.json"
 # Files of earlier uploads that an upload removes unless it replaces them.
-REPLACED = {
-    "model": ["model*.safetensors*", "adapter_*", f"{LAST_CHECKPOINT}/*"],
-    "dataset": ["*.bin", "*.bin.sums"],
-}
+REPLACED = ["model*.safetensors*", "adapter_*", f"{LAST_CHECKPOINT}/*"]
 # Seconds between the attempts of an upload; the client repeats some requests itself.
 PAUSES = (1.0, 2.0, 4.0)
 
@@ -111,7 +106,7 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
     """Prepares an upload to `repo_id`: puts the model files of `source` into the folder `target`.
 
     They are hard links where possible, so `source` may be removed during the upload. The model card
-    gets the name `repo_id` and the plot of the loss.
+    gets the name `repo_id`.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in MODEL_FILES:
@@ -120,8 +115,6 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
     card = target / "README.md"
     if card.exists():
         text = named_card(card.read_text(encoding="utf-8"), repo_id)
-        if (target / PICTURE).exists():
-            text = text.replace("\n## Training\n", f"\n## Training\n\n![Loss]({PICTURE})\n", 1)
         write_file(card, text)  # replaces the link, so `source` keeps its own card
 
 
@@ -133,15 +126,13 @@ def link(source: str | Path, target: str | Path) -> None:
         shutil.copyfile(source, target)
 
 
-def push(
-    folder: Path, repo_id: str, *, private: bool = True, repo_type: str = "model", tag: str = ""
-) -> str:
+def push(folder: Path, repo_id: str, *, private: bool = True, tag: str = "") -> str:
     """Uploads a folder to `repo_id` as one commit and returns the repository's URL. Creates the
     repository if needed.
 
     The commit also deletes the files of `REPLACED` that the folder lacks, and gets the name `tag`,
-    which an earlier commit may have had. The client sends only
-    changed files. Tries again after an error. Raises `OSError` if the last attempt fails.
+    which an earlier commit may have had. The client sends only changed files. Tries again after an
+    error. Raises `OSError` if the last attempt fails.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
@@ -149,13 +140,12 @@ def push(
     api = HfApi()
     for pause in (*PAUSES, None):
         try:
-            api.create_repo(repo_id, repo_type=repo_type, private=private, exist_ok=True)
+            api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repo_id,
-                repo_type=repo_type,
                 folder_path=folder,
-                commit_message=f"Upload the {repo_type}",
-                delete_patterns=REPLACED[repo_type],
+                commit_message="Upload the model",
+                delete_patterns=REPLACED,
             )
             if tag:
                 with suppress(RevisionNotFoundError):

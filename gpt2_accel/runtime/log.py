@@ -112,8 +112,9 @@ class RunLog(AbstractContextManager):
         if self.full_speed:
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
-        loss, rate = figures["loss"], figures["learning_rate"]
-        shown = {"loss": f"{loss:.4g}", "lr": f"{rate:.3g}", "tok/s": f"{speed:,.0f}"}
+        name = "reward" if "reward" in figures else "loss"
+        rate = figures["learning_rate"]
+        shown = {name: f"{figures[name]:.4g}", "lr": f"{rate:.3g}", "tok/s": f"{speed:,.0f}"}
         self.bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent
 # The recipes that run in one process, by their command of `gpt2-accel`; the others are launched.
 IN_PROCESS = """
-    prepare-data sample evaluate report demo export push-to-hub import-checkpoint speed-ladder
-    compare scaling-laws python-conversations
+    prepare-data sample evaluate report demo push-to-hub import-checkpoint compare scaling-laws
+    python-conversations
 """.split()  # noqa: SIM905
 
 

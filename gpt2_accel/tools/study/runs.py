@@ -30,7 +30,7 @@ import gpt2_accel.train
 from gpt2_accel.checkpoint.find import model_directory, read_status
 from gpt2_accel.config import INERT, TrainConfig
 from gpt2_accel.data.documents import text_digest
-from gpt2_accel.data.shards import folder_of, read_manifest, read_parts
+from gpt2_accel.data.shards import read_manifest, read_parts
 from gpt2_accel.data.source import data_fingerprint
 from gpt2_accel.estimate.flops import flops_per_token
 from gpt2_accel.estimate.memory import model_shape
@@ -142,7 +142,7 @@ def capture(config: TrainConfig, **_: Any) -> None:
     """
     manifest = read_manifest(config.data_dir)
     shape = model_shape(config, manifest["tokenizer"]["vocab_size"])
-    parts = read_parts(folder_of(config.data_dir), manifest)
+    parts = read_parts(Path(config.data_dir), manifest)
     sys.exit((config, shape, data_fingerprint(manifest, parts)))  # type: ignore[arg-type]
 
 
