@@ -7,9 +7,10 @@
 Data: rows with a `prompt` (a text or messages) and an `answer`, or `question` and `answer`, as in
 GSM8K. `--reward` is `number` (the last number of the text is that of the answer), `exact`, or a
 function of your own, `FILE.py:FUNCTION`, which gets the row and the text and returns a number. One
-task in 20 is held out. For each of `--batch_size` prompts an update samples `--group` answers; the
-advantage of an answer is its reward less the mean of its group. docs/chat.md has a trial. Expected:
-`train/reward` and `solved/reward` rise; `val/kept` says what the model loses elsewhere.
+task in 20 is held out, of few tasks one in 5. For each of `--batch_size` prompts an update samples
+`--group` answers; the advantage of an answer is its reward less the mean of its group. docs/chat.md
+has a trial. Expected: `train/reward` and `solved/reward` rise; `val/kept` says what the model loses
+elsewhere.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from gpt2_accel.config import TrainConfig, check_ranges, derived, parse_config, 
 if TYPE_CHECKING:
     from gpt2_accel.run import Evaluation, Run
 
-HELD_OUT = 20  # one task in 20, at most
+HELD_OUT = 20  # one task in 20, but of few tasks one in 5, up to this number
 MOST_HELD_OUT = 200  # tasks
 
 
@@ -102,7 +103,8 @@ def main() -> None:
         tokenizer = load_tokenizer(directory)
         longest = read_config(directory).n_positions - config.max_new_tokens
         tasks = [read_question(item, tokenizer, longest) for item in read_items(config.data)]
-    held_out = min(MOST_HELD_OUT, len(tasks) // HELD_OUT)
+    held_out = max(len(tasks) // HELD_OUT, min(len(tasks) // 5, HELD_OUT))
+    held_out = min(held_out, MOST_HELD_OUT)
     test, practice = tasks[:held_out], tasks[held_out:]
     source = Prompts(practice)
     config.derive(total_batch_size=config.batch_size * source.length)

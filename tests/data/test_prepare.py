@@ -14,14 +14,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from accelerate import Accelerator
-from conftest import WORDS, long, make_text, refused, run_recipe, write_lines
+from conftest import WORDS, long, make_text, refused, run_recipe
 from datasets import Dataset
 from filelock import FileLock
 from hub_server import TOKEN, Hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import python
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel import GPTConfig
@@ -37,7 +37,6 @@ from gpt2_accel.evals.validation import prepare_loss
 from gpt2_accel.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
-    document_marks,
     encode,
     train_bpe,
 )
@@ -233,7 +232,7 @@ def test_the_first_documents_may_be_for_validation(corpus, tmp_path):
     """As of fineweb-edu. The last document of the split is complete."""
     texts = [f"{i} {text}" for i in range(20) for text in corpus[1]]
     write_parquet(tmp_path / "rows.parquet", texts)
-    sources = row_files([str(tmp_path / "rows.parquet")], "text", None, one_in=2000)
+    sources = row_files([str(tmp_path / "rows.parquet")], "text", one_in=2000)
     options = {"shard_tokens": 50_000, "workers": 2, "validation_tokens": 50_000}
     splits = made(sources, tmp_path / "d", **options)["splits"]
     train, val = everything_in(tmp_path / "d")
@@ -315,47 +314,6 @@ def shards_in(folder):
     """Returns the content of all shards, and the splits in the manifest."""
     files = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
     return files, read_manifest(folder)["splits"]
-
-
-def words_tokenizer():
-    """Returns a tokenizer of words with a token for the start and one for the end of a document."""
-    words = models.WordLevel({"<s>": 0, "</s>": 1} | {w: i + 2 for i, w in enumerate(WORDS)})
-    backend = Tokenizer(words)
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-
-
-@pytest.mark.parametrize(
-    ("suffix", "tokenizer"),
-    [("jsonl", words_tokenizer()), ("parquet", byte_tokenizer())],
-    ids=["words", "bytes"],
-)
-def test_token_ids_give_the_shards_of_the_text(tmp_path, suffix, tokenizer):
-    begin, end = document_marks(tokenizer)
-    texts = ["", *(make_text(30, seed).strip(".\n") for seed in range(300))]
-    ids = encode(tokenizer, texts)
-    ids[5] = [*begin, *ids[5], *end]  # the separators of other trainers
-    ids[6] += begin
-    for column, rows in (("text", texts), ("tokens", ids)):
-        path = tmp_path / f"{column}.{suffix}"
-        if suffix == "jsonl":
-            write_lines(path, [{column: row} for row in rows])
-        else:
-            write_parquet(path, rows, column)
-        sources = corpus_files(find_files(path, is_text, "text"), column, tokenizer)
-        options = {"source": "a corpus", "shard_tokens": 1000, "workers": 2}
-        prepare_sources(sources, tokenizer, tmp_path / column, **options)
-    files, splits = shards_in(tmp_path / "tokens")
-    assert (files, splits) == shards_in(tmp_path / "text")
-    assert len(files) > 8
-    assert splits["val"]["documents"] > 4
-
-
-@pytest.mark.parametrize("row", [[1, 2.0], [[1], [2]], [1, None], [True], ["a"], [257], [-1]])
-def test_a_value_that_is_not_a_token_id_is_refused_with_its_row(tmp_path, row):
-    write_lines(tmp_path / "a.jsonl", [{"ids": [1]}, {"ids": row}])
-    with refused("a.jsonl, line 2, .*from 0 to 256"):
-        corpus_files({tmp_path / "a.jsonl": "a"}, "ids", byte_tokenizer())
 
 
 # Data sets of the Hub
