@@ -64,7 +64,7 @@ FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsd
 	tests/kernels tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py tests/test_architectures.py tests/recipes/test_evaluate.py \
-	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py
+	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py tests/test_rewards.py
 
 test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, damaged files, bad gradients; 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

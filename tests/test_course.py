@@ -57,8 +57,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("course")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS if LONG else NOTEBOOKS[:1], ids=name_of)
-@pytest.mark.parametrize("answers", PRINTED if LONG else ["solved"])
+@pytest.mark.skipif(not LONG, reason="in make test-course")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+@pytest.mark.parametrize("answers", PRINTED)
 def test_a_notebook_runs(path, answers, folder):
     notebook = read(path)
     for cell, name in zip(tagged(notebook, "exercise"), names(notebook), strict=True):

@@ -178,6 +178,7 @@ def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir
         assert two == pytest.approx(one, abs=1e-6)
 
 
+@long
 def test_a_source_that_is_slower_than_the_run_gets_one_line(tiny, capsys):
     def slow(i):
         time.sleep(0.02)

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 from conftest import (
@@ -23,6 +24,7 @@ from launching import ROOT, python
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel import save_pretrained
+from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
@@ -167,6 +169,16 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
             server.repos |= dict.fromkeys(BASELINES, pushed)
     exec(use_model)
     assert "'role': 'assistant'" in capsys.readouterr().out
+
+
+def test_prepared_data_is_sent_and_fetched_as_it_is(here, data_dir, tmp_path):
+    data = {"repo_id": REPO, "repo_type": "dataset"}
+    api = huggingface_hub.HfApi()
+    api.create_repo(**data)
+    api.upload_folder(**data, folder_path=data_dir)
+    huggingface_hub.snapshot_download(**data, local_dir=tmp_path / "theirs")
+    assert verify_data(tmp_path / "theirs") == verify_data(data_dir)
+    assert open_data(tmp_path / "theirs").fingerprint == open_data(data_dir).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ def test_the_launcher_passes_every_configs_settings_to_the_processes(path):
     assert environment.get("FSDP_VERSION") == ("2" if path.stem.endswith("fsdp2") else None)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=long)])
+@long
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_headline_command_trains(backend, data_dir, tmp_path):
     # Compilation takes most of the time: one layer, and no evaluation.
     shorter = ("--n_layer", 1, "--eval_every", 0)

@@ -44,7 +44,8 @@ def send_to_all(launcher, number):
 @pytest.mark.parametrize(
     ("number", "send"),
     [
-        (signal.SIGUSR1, os.kill),  # which torchrun does not forward by default
+        # Which torchrun does not forward by default.
+        pytest.param(signal.SIGUSR1, os.kill, marks=long),
         pytest.param(signal.SIGTERM, os.kill, marks=long),
         pytest.param(signal.SIGINT, os.kill, marks=long),
         pytest.param(signal.SIGINT, send_to_all, marks=long),

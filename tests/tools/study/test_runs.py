@@ -77,6 +77,7 @@ def studied(data_dir, tmp_path_factory):
     return compare(file, path / "out", fails=True), path / "out", write
 
 
+@long
 def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
     done, folder, _ = studied
     assert re.search(r"no luck\nexit code 1: .*/lost-seed1-", done.stderr)
@@ -86,6 +87,7 @@ def test_a_failed_run_is_named_and_a_diverged_one_is_recorded(studied):
     assert sorted(float(row["loss"]) for row in rows(folder))[1:] == [float("inf")]
 
 
+@long
 def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
     """Its recorded loss is that of a run outside of the study. Its weights are not kept."""
     _, folder, _ = studied
@@ -101,6 +103,7 @@ def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
     assert not [name for name in kept if name.endswith(".safetensors") or "checkpoint" in name]
 
 
+@long
 def test_a_recorded_study_trains_nothing(studied, tmp_path):
     _, folder, write = studied
     path = write(tmp_path)
@@ -115,6 +118,7 @@ def test_a_recorded_study_trains_nothing(studied, tmp_path):
     assert "some runs were recorded by another version" in compare(path, copied).stdout
 
 
+@long
 def test_a_lost_table_is_written_again_from_finished_runs(studied, tmp_path):
     _, folder, write = studied
     out = tmp_path / "out"
