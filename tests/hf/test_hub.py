@@ -46,6 +46,8 @@ def server():
 def here(server, monkeypatch):
     """Makes this process use the server, with short pauses between attempts."""
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    files = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(hub_module, "PAUSES", (0.01,) * 3)
