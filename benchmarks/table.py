@@ -38,6 +38,7 @@ COLUMNS: dict[str, tuple[str, float, str]] = {
 # The comparisons in the README: result -> task, and rows of this package (first) and of others.
 HEADLINE = {
     "gpt2": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
+    "gpt2_fp32": ("training GPT-2 124M", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "baby": ("training nanoGPT's CPU model", ("gpt2_accel", "nanoGPT's loop", "HF Trainer")),
     "shakespeare": (
         "tiny Shakespeare to a loss of 1.90, each with its own settings",
