@@ -36,24 +36,18 @@ class Demo(ModelChoice):
 
 
 def check_address(host: str, port: int | None) -> None:
-    """Raises `ValueError` if `host` is not an address of this machine, or if `port` cannot be used
-    there or, as Gradio needs, on localhost."""
-    no_host = f"{host} is not an address of this machine: give another --host"
-    no_port = f"port {port} cannot be used: give another --port, or leave it out"
-    check_listening(host, 0, no_host)
-    check_listening(host, port or 0, no_port)
-    check_listening("127.0.0.1", port or 0, no_port)
-
-
-def check_listening(host: str, port: int, problem: str) -> None:
-    """Raises `ValueError` with the sentence `problem` if a server cannot listen on the port; 0 is
-    any port."""
+    """Raises `ValueError` if a server cannot listen on the port of `host` and, as Gradio needs, of
+    localhost."""
     try:
-        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = addresses[0]
-        socket.create_server(address, family=family).close()
+        for name in (host, "127.0.0.1"):
+            addresses = socket.getaddrinfo(name.strip("[]"), port or 0, type=socket.SOCK_STREAM)
+            family, _, _, _, address = addresses[0]
+            socket.create_server(address, family=family).close()
     except OSError as error:
-        raise ValueError(f"{problem} ({sentence(error)})") from error
+        raise ValueError(
+            f"{host}, port {port or 'any'}, cannot be used here ({sentence(error)}): give another "
+            "--host or --port"
+        ) from error
 
 
 def main() -> None:

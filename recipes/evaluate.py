@@ -224,16 +224,12 @@ def training_windows(
 def output_file(config: Evaluate, name: str) -> Path | None:
     """Returns the file for the results of a model, or None for a model on the Hub. The results of a
     checkpoint are stored in the folder of its run, because training may remove the checkpoint."""
-    from gpt2_accel.checkpoint.find import list_checkpoints
-
     if config.output is not None:
         return Path(config.output)
     folder = Path(name).resolve()
-    if not folder.is_dir():
-        return None
-    if folder.name.startswith("checkpoint-") and folder in list_checkpoints(folder.parent):
+    if (folder.parent / "run.json").is_file():  # of a checkpoint
         folder = folder.parent
-    return folder / "evaluation.json"
+    return folder / "evaluation.json" if folder.is_dir() else None
 
 
 def table(entries: dict[str, dict]) -> str:

@@ -39,7 +39,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gpt2_accel import cli
 from gpt2_accel.data.conversations import (
@@ -71,15 +71,13 @@ from gpt2_accel.runtime.options import Parser
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import (
     LOSSY,
+    PreTrainedTokenizerBase,
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,
     load_tokenizer,
     train_bpe,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SHOWN_TOKENS = 40  # tokens shown of each split
 BPE_SIZE = 4096  # default vocabulary size of a trained BPE

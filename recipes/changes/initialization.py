@@ -13,7 +13,6 @@ The head is tied to the embedding. `recipes/shakespeare_char.py --dry_run` prepa
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gpt2_accel import GPT, GPTConfig, cli
 
@@ -23,10 +22,8 @@ import torch
 from torch import nn
 
 from gpt2_accel.config import TrainConfig, parse_config, setting
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 from gpt2_accel.train import train
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The modules that get PyTorch's initial weights.
 RESET: dict[str, tuple[type[nn.Linear | nn.Embedding], ...]] = {

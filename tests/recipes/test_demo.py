@@ -87,9 +87,9 @@ def test_an_address_that_cannot_be_used_is_named():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
         done = in_process("recipes/demo.py", "--host", "0.0.0.0", "--port", port, fails=True)
-        assert f"port {port} cannot be used" in done.stderr
+        assert f"0.0.0.0, port {port}, cannot be used here" in done.stderr
     done = in_process("recipes/demo.py", "--host", "192.0.2.1", fails=True)
-    assert "is not an address of this machine" in done.stderr
+    assert "192.0.2.1, port any, cannot be used here" in done.stderr
 
 
 def test_other_host_names_uploads_and_files_are_refused(chat_server):
