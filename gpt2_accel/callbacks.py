@@ -185,7 +185,12 @@ class Kept:
         if not run.step and not self.base:
             start = str(run.config.init_from)
             run.log.print_line("sampling from the base, to measure later what the run keeps of it")
-            self.base = on_plain_model(run, lambda m: kept.sample_base(m, run.tokenizer, start))
+            self.base = on_plain_model(
+                run,
+                lambda m: kept.sample_base(m, run.tokenizer, start, lambda: run.stop.reason),
+            )
+            # Before an update: a resume samples anew.
+            run.stopping |= on_main_process(lambda: run.stop.reason is not None)
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         if not self.base or run.stopping or diverged(run):
@@ -196,6 +201,7 @@ class Kept:
         cost = tokens / 3 / run.metadata["tokens"]
         quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
         if last or run.step in quarters:
+            run.log.print_line("measuring what is kept of the base")
             results, answers = on_plain_model(
                 run, lambda model: kept.compare(model, run.tokenizer, self.base)
             )

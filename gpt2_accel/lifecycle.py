@@ -116,6 +116,7 @@ def started(run: Run) -> Iterator[None]:
         run.log.write()  # the results before the first update
         rehearse_save(run)
         run.log.resume()
+        run.log.bar.unpause()  # the time left is that of updates
         try:
             yield
         except UnreadableData:  # raised on all ranks

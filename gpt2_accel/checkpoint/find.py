@@ -125,10 +125,13 @@ def verified_directory(name: str | Path, verify: bool = True) -> str | Path:
 
     The first process of a machine compares them, without the files of `training_state/`. Nothing is
     compared if `verify` is False or the directory has no manifest. Raises `ValueError` if a file
-    does not match. A changed config or tokenizer of a final model is only reported on stderr.
+    does not match. A changed config or tokenizer of a final model, or a run that is not finished,
+    is only reported on stderr.
     """
     directory = model_directory(name)
     path = Path(directory)
+    if directory != name and is_first():
+        print(f"{name} is not finished: this is {path.name}", file=sys.stderr)
     is_checkpoint = (path / STATE).is_dir()
     manifest = CHECKPOINT_MANIFEST if is_checkpoint else hub.MODEL_MANIFEST
     if verify and is_first() and (is_checkpoint or (path / manifest).is_file()):

@@ -76,7 +76,7 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
     if suffix in (".csv", ".arrow"):
         with reading(str(path)), open_file(path) as file:
             read = csv_rows if suffix == ".csv" else arrow_rows
-            for number, value in enumerate(read(file)):
+            for number, value in enumerate(read(file), 1):
                 yield value, f"{path}, row {number:,}"
         return
     for number, line in enumerate(read_lines(path), 1):
@@ -90,7 +90,7 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
                 f"{place}, is not valid JSON in UTF-8: correct, convert or remove it"
             ) from error
         if isinstance(value, list) and number == 1:
-            for i, row in enumerate(value):
+            for i, row in enumerate(value, 1):
                 yield row, f"{path}, element {i:,}"
         else:
             yield value, place
@@ -142,8 +142,8 @@ def parquet_rows(path: str | zipfile.Path, column: str) -> Iterator[tuple[Any, s
     with reading(str(path)), file:
         for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column] if column else None):
             for value in batch.to_pylist():
-                yield value, f"{path}, row {number:,}"
                 number += 1
+                yield value, f"{path}, row {number:,}"
 
 
 def column_of(row: Any, column: str, place: str) -> str:

@@ -5,7 +5,7 @@ tokens, of log p(base) - log p(tuned): it is unbiased, and 0 for the base itself
 loss cannot show what is forgotten: it also falls while a model loses everything else.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -54,16 +54,19 @@ LOSES = 1.35
 
 
 def sample_base(
-    model: LanguageModel, tokenizer: PreTrainedTokenizerBase, base: str
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    base: str,
+    interrupted: Callable[[], object] = lambda: False,
 ) -> dict[str, Any]:
     """Samples `NEW_TOKENS` tokens after each of the `PROMPTS`, at temperature 1.
 
     The prompts are conversations if the directory or Hub model `base` has a chat template. Those
     that the tokenizer cannot encode, or that leave no room for the new tokens, are left out.
 
-    Returns an empty dict if none is left, or `texts`: for each a list of the prompt's token ids and
-    of the sampled ones, up to the end of a text; their `nats`, from `sample_nats`; the first
-    `prompts`, and the model's `answers` to them.
+    Returns an empty dict if none is left or `interrupted`, or `texts`: for each a list of the
+    prompt's token ids and of the sampled ones, up to the end of a text; their `nats`, from
+    `sample_nats`; the first `prompts`, and the model's `answers` to them.
     """
     directory = local_directory(model_directory(base))
     is_there = (directory / "tokenizer.json").exists()
@@ -83,6 +86,8 @@ def sample_base(
     ends = text_ends(tokenizer)
     # Seeds of their own: the errors of the texts are independent.
     for ids in tokens(model, [prompt for prompt, _ in texts], sampling, range(len(texts))):
+        if interrupted():
+            return {}
         for (_, sampled), token in zip(texts, ids, strict=True):
             if not (sampled and sampled[-1] in ends):
                 sampled.append(token)

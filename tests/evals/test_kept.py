@@ -94,7 +94,7 @@ def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     assert f"| val/kept | {value:.4f} |" in card
     assert kept.PROMPTS[0] in card
     command = ["recipes/chat_sft.py", *flags, "--output_dir", two]
-    launch(*command, "--max_hours", 1e-9, processes=2)  # stops after an update
+    launch(*command, "--max_hours", 1e-9, processes=2)  # stops before an update
     launch(*command, processes=2)
     [again] = [line["val/kept"] for line in metrics(two) if "val/kept" in line]
     assert again == pytest.approx(value, abs=1e-4)
