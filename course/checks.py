@@ -11,14 +11,13 @@
 - `start`: the function in the exercise's cell, as the learner finds it.
 """
 
-import inspect
 import io
-import signal
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import abc, defaultdict
 from contextlib import redirect_stdout
+from inspect import unwrap
 from pathlib import Path
+from signal import ITIMER_VIRTUAL, SIGVTALRM, setitimer, signal
 from typing import Any
 
 import torch
@@ -29,13 +28,14 @@ import __main__
 EXERCISES = yaml.safe_load(Path(__file__).with_name("exercises.yaml").read_bytes())
 SECONDS = 5  # the limit of a case's CPU time
 NOTEBOOK = vars(__main__)  # its names
-tries: defaultdict[str, set[tuple]] = defaultdict(set)  # the versions of a function that failed
+tries: defaultdict[str, set[Any]] = defaultdict(set)  # the versions of a function that failed
 
 
-def check(name: str, function: Callable) -> None:
+def check(name: str, function: abc.Callable) -> None:
     """Prints whether a function solves its exercise; if not, what is wrong, and a hint.
 
-    The first version that fails gets the first hint, the third and later ones the last.
+    The first version that fails gets the first hint, the third and later ones the last. All
+    versions with an unknown name count as one.
     """
     exercise = EXERCISES[name]
     version = code_of(function)
@@ -45,13 +45,14 @@ def check(name: str, function: Callable) -> None:
     elif version == code_of(build(name, exercise["start"])):
         print(f"{name}: not written yet. Complete the cell above and run it, then this one.")
     elif wrong:
-        tries[name].add(version)
-        print(f"{name}: not yet. {wrong}\nHint: {exercise['hints'][: len(tries[name])][-1]}")
+        seen = "Unchanged: did its cell run without an error? " * (version in tries[name])
+        tries[name].add("NameError" in wrong or version)
+        print(f"{name}: not yet. {seen}{wrong}\nHint: {exercise['hints'][: len(tries[name])][-1]}")
     else:
         print(f"{name}: solved.")
 
 
-def keep(name: str, function: Callable, solution: Callable | None = None) -> Callable:
+def keep(name: str, function: abc.Callable, solution: abc.Callable | None = None) -> abc.Callable:
     """Returns the function if it solves its exercise, else the solution, and prints which.
 
     Without `solution`, as in the notebooks of `make course-handout`, it is the one of the table.
@@ -61,68 +62,66 @@ def keep(name: str, function: Callable, solution: Callable | None = None) -> Cal
     return function if own else solution or build(name, EXERCISES[name]["solution"])
 
 
-def problem(name: str, function: Callable) -> str:
+def problem(name: str, function: abc.Callable) -> str:
     """Returns what is wrong with a function, "" if nothing is, and prints what it printed."""
     exercise = EXERCISES[name]
     right = exercise["solution"]
     for case in exercise["cases"]:
-        came, printed = outcome(name, function, case)
+        came, output = outcome(name, function, case)
         expected, _ = outcome(name, build(name, right), case)
         if isinstance(expected, Exception):
             raise expected
-        place = difference(came, expected)
-        if not place:
-            continue
-        print(printed, end="")
-        wrong = f"`{case}` gives {show(came)}, expected {show(expected)}{place}"
-        if isinstance(came, Exception):
-            wrong = f"`{case}` raises {came!r}{line_of(came, function)}"
-        none = f"It returns None and prints {printed.strip() or 'nothing'}."
-        for sentence, *edits in [*exercise["mistakes"], [none, f"def {name}(*_): ..."]]:
-            source = right if edits[1:] else edits[0]
-            for old, new in zip(edits[::2], edits[1::2]):
-                source = source.replace(old, new)
-            if not difference(came, outcome(name, build(name, source), case)[0]):
-                return f"{sentence} {wrong}"
-        return wrong
+        wrong = difference(came, expected)
+        if wrong:
+            print(output, end="")
+            if isinstance(came, Exception):
+                wrong = f"raises {came!r}{line_of(came, function)}"
+            wrong = f"`{case}` {wrong}"
+            none = f"It returns None and prints {output.strip() or 'nothing'}. Is `return` missing?"
+            for sentence, *edits in exercise["mistakes"] + [[none, f"def {name}(*_): ..."]]:
+                source = right if edits[1:] else edits[0]
+                for old, new in zip(edits[::2], edits[1::2]):
+                    source = source.replace(old, new)
+                if not difference(came, outcome(name, build(name, source), case)[0]):
+                    return f"{sentence} {wrong}"
+            return wrong
     return ""
 
 
 def too_long(*_: Any) -> None:
     """Ends a case that takes too long."""
-    raise TimeoutError(f"it did not end within {SECONDS} seconds")
+    raise TimeoutError(f"it did not end in {SECONDS} seconds of computing. Does a loop never end?")
 
 
-signal.signal(signal.SIGVTALRM, too_long)
+signal(SIGVTALRM, too_long)
 
 
-def build(name: str, source: str) -> Callable:
+def build(name: str, source: str) -> abc.Callable:
     """Returns the function that `source` defines, with the notebook's names."""
     names = dict(NOTEBOOK)
     exec(source, names)
     return names[name]
 
 
-def outcome(name: str, function: Callable, case: str) -> tuple[Any, str]:
+def outcome(name: str, function: abc.Callable, case: str) -> tuple[Any, str]:
     """Returns a case's value or exception, and what the function printed."""
-    names = {**NOTEBOOK, name: function}
-    with redirect_stdout(io.StringIO()) as output, torch.random.fork_rng(devices=[]):
+    names = NOTEBOOK | {name: function}
+    with redirect_stdout(io.StringIO()) as output, torch.random.fork_rng([]):
         try:
             exec(EXERCISES[name].get("setup", ""), names)
-            signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+            setitimer(ITIMER_VIRTUAL, SECONDS)
             value = eval(case, names)
         except Exception as error:
             value = error
         finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            setitimer(ITIMER_VIRTUAL, 0)
     return value, output.getvalue()
 
 
-def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, place: str = "") -> abc.Iterator[tuple[str, Any]]:
     """Yields the numbers and texts in a value with their places; an array's kind at its own."""
     if hasattr(value, "tolist"):
-        if value.ndim:
-            yield place, torch.is_tensor(value)
+        yield place, torch.is_tensor(value)  # replaced if it is a single number
         value = value.tolist()
     if isinstance(value, list | tuple | range):
         value = dict(enumerate(value))
@@ -134,17 +133,20 @@ def leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def difference(came: Any, expected: Any) -> str:
-    """Returns the first place where two values differ, "" if they are the same.
+    """Returns the first difference of two values in words, "" if they are the same.
 
     Floats may differ by 1e-4 of the largest one.
     """
     ours, theirs = dict(leaves(came)), dict(leaves(expected))
     largest = max((abs(one) for one in theirs.values() if isinstance(one, float)), default=0)
     for place in theirs | ours:
-        mine, right = ours.get(place, "nothing"), theirs.get(place, "nothing")
-        numbers = isinstance(mine, int | float) and isinstance(right, int | float)
+        mine, right = ours.get(place, ...), theirs.get(place, ...)
+        numbers = {type(mine), type(right)} <= {bool, int, float}
         if repr(mine) != repr(right) and not (numbers and abs(mine - right) <= 1e-4 * largest):
-            return f"; at {place} {mine!r}, not {right!r}." if place else "."
+            if show(came) == show(expected):  # arrays of one shape
+                return f"gives {mine:g} at {place}, expected {right:g}."
+            part = f"; at {place} {mine}, not {right}" if place and numbers else ""
+            return f"gives {show(came)}, expected {show(expected)}{part}."
     return ""
 
 
@@ -153,15 +155,16 @@ def show(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if getattr(value, "ndim", 0) else repr(value)
 
 
-def line_of(error: Exception, function: Callable) -> str:
+def line_of(error: Exception, function: abc.Callable) -> str:
     """Returns the line of the function's cell where an exception came from."""
-    lines = traceback.extract_tb(error.__traceback__)
-    file = inspect.unwrap(function).__code__.co_filename
-    own = [f", in line {line.lineno}: `{line.line}`." for line in lines if line.filename == file]
-    return own[-1] if own else "."
+    own = "."
+    for line in traceback.extract_tb(error.__traceback__):
+        if line.filename == unwrap(function).__code__.co_filename:
+            own = f", in line {line.lineno}: `{line.line}`."
+    return own
 
 
-def code_of(function: Callable) -> tuple:
+def code_of(function: abc.Callable) -> tuple:
     """Returns what differs between two versions of a function."""
-    code = inspect.unwrap(function).__code__
+    code = unwrap(function).__code__
     return code.co_code, code.co_consts, code.co_names

@@ -109,10 +109,12 @@ def test_an_empty_answer_is_no_try_and_a_changed_one_gets_the_next_hint(capsys):
     head = "def residual_std(n_layer):\n    "
     check("residual_std", define("residual_std", checks.EXERCISES["residual_std"]["start"]))
     assert "not written yet" in capsys.readouterr().out
-    answers = ("return 1", "return 1  # as before", "return 2", "return 3", "return 4")
-    for answer, hint in zip(answers, (0, 0, 1, 2, 2), strict=True):
+    answers = ("return a", "return b", "return 1", "return 1  # as before", "return 3", "return 4")
+    for answer, hint in zip(answers, (0, 0, 1, 1, 2, 2), strict=True):
         check("residual_std", define("residual_std", head + answer))
-        assert capsys.readouterr().out.endswith(f"Hint: {hints[hint]}\n")
+        told = capsys.readouterr().out
+        assert told.endswith(f"Hint: {hints[hint]}\n")
+        assert ("Unchanged: did its cell run" in told) == ("as before" in answer)
 
 
 def test_the_notebook_goes_on_with_a_right_answer_and_else_with_the_solution(capsys):
