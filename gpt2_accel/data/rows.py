@@ -110,9 +110,12 @@ def read_lines(path: str | zipfile.Path) -> Iterator[bytes]:
 
 
 def csv_rows(file: io.BufferedReader) -> Iterator[dict]:
-    """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header."""
+    """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header, and for
+    columns that are separated by semicolons."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long texts
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    if ";" in "".join(reader.fieldnames or ()):
+        raise ValueError("its header has a ';': save it with commas between the columns")
     for row in reader:
         if None in row or None in row.values():
             raise ValueError(
