@@ -55,6 +55,7 @@ class ChatRL(TrainConfig):
     sample_every: int = 10
     sample_prompts: list[str] = setting([], "prompts that samples answer, besides the tasks")
     save_every: int = 20
+    log_every: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

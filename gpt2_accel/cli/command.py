@@ -31,11 +31,20 @@ def hyphened(name: str) -> str:
 CONFIGS = by_name("accelerate_configs", "*.yaml")
 RECIPES = by_name("recipes", "*.py")
 SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
-# Ctrl-C ends the launcher at once, without a traceback; the run gets it too, and saves.
+# Ctrl-C ends the launcher without a traceback, but not before the run, which gets it too and saves.
 LAUNCHER = """import signal
+import subprocess
+import sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 from accelerate.commands.launch import main
-main()"""
+interrupts = []
+signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+try:
+    main()
+except subprocess.CalledProcessError:
+    if not interrupts:
+        raise
+    sys.exit(130)"""
 SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
 HELP = f"""
 Other commands:

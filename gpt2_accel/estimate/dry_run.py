@@ -35,6 +35,7 @@ from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # default GPUs
+DEAREST = 1000  # an hour of a device; a larger number is the name of a GPU
 
 
 def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
@@ -134,7 +135,7 @@ def read_words(words: list[str]) -> tuple[Launch, str | None, float]:
         shipped = folder("accelerate_configs") / f"{word.replace('-', '_')}.yaml"
         if word in GPUS:
             gpu = word
-        elif word.replace(".", "", 1).isdecimal():
+        elif word.replace(".", "", 1).isdecimal() and float(word) < DEAREST:
             price = float(word)
         elif shipped.is_file():
             launch = read_launch(str(shipped))
