@@ -7,6 +7,7 @@ weights, so that an adapter is not added to another model.
 """
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def add_lora(
     """
     import peft
 
+    # A dense model has no router to exclude, and PEFT reads a name that transformers deprecates.
+    warnings.filterwarnings("ignore", ".*(exclude_modules|is_gradient_checkpointing)")
     inner = model.inner
     ends = [inner.get_input_embeddings(), inner.get_output_embeddings()]
     trained = {name: list(rows) for name, module in inner.named_modules() if module in ends}
