@@ -161,7 +161,7 @@ def test_the_hub_commands_of_the_documentation_work(user, tmp_path, monkeypatch,
     files = {path.name: path.read_bytes() for path in (tmp_path / "base").iterdir()}
     server.repos["HuggingFaceTB/SmolLM2-135M-Instruct"] = {"commits": [("b" * 40, files)]}
     page = (ROOT / "docs/chat.md").read_text()
-    write_data, use_model = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    write_data, use_model, *_ = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(write_data, {})
     for line, flags in ON_HUB.items():
