@@ -61,7 +61,7 @@ def test_a_comparison_of_one_round_is_not_in_the_readme(tmp_path):
     assert "HF Trainer" not in shown
 
 
-@pytest.mark.parametrize("name", ["gpt2_fp32", "baby", "chat_quickstart"])
+@pytest.mark.parametrize("name", ["gpt2_fp32", "baby", "shakespeare", "chat_quickstart"])
 def test_the_main_figures_of_a_cpu_are_of_this_minor_version(name):
     minor = gpt2_accel.__version__.rpartition(".")[0]
     machine = read_json(ROOT / f"benchmarks/results/cpu/{name}.json")["machine"]
