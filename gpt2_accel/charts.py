@@ -1,4 +1,4 @@
-"""Charts of metrics, drawn with matplotlib, for model cards, reports and studies."""
+"""Charts of metrics, drawn with matplotlib, for reports."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +10,6 @@ COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
 INK = "#202124"
 FAINT = "#d5d7db"
 SIZE = (3.5, 2.2)  # inches: legible on a phone; a desktop has two side by side
-LOSS_TITLE = "nats per token: training faint, validation bold"
-LOSS_STYLES: dict[str, dict[str, Any]] = {
-    "train/loss": {"linewidth": 0.8, "alpha": 0.5},
-    "val/loss": {"linewidth": 2},
-}
 
 
 def outcome(lines: Sequence[Mapping], xz: float | None) -> str:

@@ -114,7 +114,8 @@ def csv_rows(file: io.BufferedReader) -> Iterator[dict]:
     columns that are separated by semicolons."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long texts
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-    if ";" in "".join(reader.fieldnames or ()):
+    names = reader.fieldnames or [""]
+    if len(names) == 1 and ";" in names[0]:
         raise ValueError("its header has a ';': save it with commas between the columns")
     for row in reader:
         if None in row or None in row.values():

@@ -96,9 +96,9 @@ class StopRequest:
         if self._signal is None:
             self._received = time.monotonic()
             self._signal = signal.Signals(number).name
-            line = f"{self._signal}: the run stops after this update\n"
-            with suppress(OSError):  # print could be interrupted by this handler
-                os.write(2, line.encode() if is_first() else b"")
+            if is_first():
+                with suppress(OSError):  # print could be interrupted by this handler
+                    os.write(2, f"{self._signal}: the run stops after this update\n".encode())
             return
         if time.monotonic() < self._received + ECHO:
             return

@@ -15,8 +15,6 @@ from gpt2_accel.charts import (
     COLOURS,
     FAINT,
     INK,
-    LOSS_STYLES,
-    LOSS_TITLE,
     chart,
     curve_points,
     outcome,
@@ -37,6 +35,11 @@ AXES = {
 PER_TOKEN = ("/loss", "/perplexity", "/perplexity_per_token")
 # Endings of metrics without a curve of their own: functions of the loss, and times.
 DRAWN = (*PER_TOKEN, "/bits_per_byte", "/seconds")
+LOSS_TITLE = "nats per token: training faint, validation bold"
+LOSS_STYLES: dict[str, dict[str, Any]] = {
+    "train/loss": {"linewidth": 0.8, "alpha": 0.5},
+    "val/loss": {"linewidth": 2},
+}
 
 
 class RunFolder:
