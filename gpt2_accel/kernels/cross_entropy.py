@@ -159,17 +159,10 @@ def chunked_cross_entropy(
     w = weight.to(x.dtype)
     gradient_ = gradient_function(x, compiled, soft_cap)
     transposed = fused(transpose) if compiled else transpose
-    on_cpu = x.device.type == "cpu"
-    if on_cpu:
-        at_once = ROWS_IN_CACHE  # it reads each row several times
-    elif compiled:
-        at_once = rows
-    else:  # the softmax copies the rows
-        at_once = LOGITS_AT_ONCE // len(weight) + 1
     wide = x.dtype == accumulate_dtype
     # In half precision a CPU transposes the smaller matrix: faster than a product along the columns
     # of the other.
-    by_columns = on_cpu and not wide
+    by_columns = x.device.type == "cpu" and not wide
     if factors is None:
         factors = torch.full_like(targets, gradient_scale(x.dtype), dtype=accumulate_dtype)
     factors = factors.masked_fill(targets == -100, 0)[:, None]
@@ -182,24 +175,14 @@ def chunked_cross_entropy(
     buffer = x.new_empty(rows + 1, len(weight))
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), rows):
-            x_rows = x[start : start + rows]
-            t = targets[start : start + rows]
-            factor = factors[start : start + rows]
-            row = torch.arange(len(t), device=t.device)[:, None]
-            logits = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
-            logits[:, vocab_size:] = -math.inf
-            at_target = capped(logits[row, t].to(accumulate_dtype), soft_cap)
-            parts = zip(logits.split(at_once), factor.split(at_once), strict=True)
-            log_sum = torch.cat([gradient_(part, f, soft_cap) for part, f in parts])
-            gradient = logits  # `gradient_` has overwritten them
-            log_probability = at_target - log_sum
-            total -= log_probability.masked_fill(factor == 0, 0).sum()
-            # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
-            of_target = log_probability.expm1() * factor
-            if soft_cap:
-                of_target *= slope(at_target, soft_cap)
-            gradient[row, t] = of_target.to(gradient.dtype)
-            torch.mm(gradient, w, out=grad_x[start : start + rows])
+            chunk = slice(start, start + rows)
+            x_rows = x[chunk]
+            gradient = torch.mm(x_rows, w.t(), out=buffer[: len(x_rows)])
+            gradient[:, vocab_size:] = -math.inf
+            total += loss_and_gradient_(
+                gradient, targets[chunk], factors[chunk], gradient_, soft_cap
+            )
+            torch.mm(gradient, w, out=grad_x[chunk])
             pair = (transposed(x_rows), gradient) if by_columns else (gradient.t(), x_rows)
             if grad_w is None:
                 grad_w = torch.mm(*pair)
@@ -209,6 +192,37 @@ def chunked_cross_entropy(
                 grad_w = grad_w.to(accumulate_dtype).add_(torch.mm(*pair))
     assert grad_w is not None, "no rows"
     return total, grad_x, transposed(grad_w) if by_columns else grad_w
+
+
+def loss_and_gradient_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    factor: torch.Tensor,
+    gradient_: Callable,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Replaces logits, (rows, V), by the gradient of each row's loss times `factor`.
+
+    targets: (rows, 1); factor: (rows, 1) in fp32 or fp64, 0 for rows that do not count; `gradient_`
+    as `scaled_gradient_`. Returns the sum of the losses, a scalar in the dtype of `factor`.
+    """
+    if logits.device.type == "cpu":
+        at_once = ROWS_IN_CACHE  # it reads each row several times
+    elif gradient_ is scaled_gradient_:  # not compiled: it copies the rows
+        at_once = LOGITS_AT_ONCE // logits.shape[1] + 1
+    else:
+        at_once = len(logits)
+    row = torch.arange(len(logits), device=logits.device)[:, None]
+    at_target = capped(logits[row, targets].to(factor.dtype), soft_cap)
+    parts = zip(logits.split(at_once), factor.split(at_once), strict=True)
+    log_sum = torch.cat([gradient_(part, f, soft_cap) for part, f in parts])
+    log_probability = at_target - log_sum
+    # softmax - 1 at the target, by expm1: exact also where the softmax is close to 1.
+    at_target_gradient = log_probability.expm1() * factor
+    if soft_cap:
+        at_target_gradient *= slope(at_target, soft_cap)
+    logits[row, targets] = at_target_gradient.to(logits.dtype)
+    return -log_probability.masked_fill(factor == 0, 0).sum()
 
 
 @chunked_cross_entropy.register_fake
