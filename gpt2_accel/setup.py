@@ -63,23 +63,11 @@ def setup(
     Writes nothing. Raises `ValueError` or `OSError` if settings, data and checkpoint cannot work
     together.
     """
-    if not isinstance(callbacks, Iterable):
-        raise ValueError(f"callbacks is a {type(callbacks).__name__}: give a list of callbacks")
-    users = list(callbacks)
-    for callback in users:
-        check_callback(callback)
+    users = checked_callbacks(callbacks)
     parts: dict[str, Any] = {"objective": name_of(objective), "gradients": name_of(gradients)}
     if config.push_to_hub or config.hub_revisions:
         check_push(config.push_to_hub or "")
-    checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
-    with all_or_none():
-        data = find_data(config, data)
-        data.check_pairs(wanted=getattr(objective, "pairs", False))
-        config.fit_data(data)
-    check_agreement(config, accelerator, data, checkpoint)
-    saved = read_state(checkpoint) if checkpoint else {}
-    if saved and "residual_dtype" not in config.given:  # of 0.5 it is fp32
-        config.residual_dtype = saved["settings"].get("residual_dtype", "float32")
+    data, checkpoint, saved = find_data_and_checkpoint(config, accelerator, data, objective)
     torch.manual_seed(config.seed)
     with all_or_none():
         bos = added_bos(data.tokenizer) if config.init_from else []
@@ -134,6 +122,38 @@ def setup(
         resume(run, checkpoint)
     open_logs(run)
     return run
+
+
+def checked_callbacks(callbacks: Iterable[Any]) -> list[Any]:
+    """Returns the user's callbacks as a list. Raises `ValueError` if one of them is not one."""
+    if not isinstance(callbacks, Iterable):
+        raise ValueError(f"callbacks is a {type(callbacks).__name__}: give a list of callbacks")
+    users = list(callbacks)
+    for callback in users:
+        check_callback(callback)
+    return users
+
+
+def find_data_and_checkpoint(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    data: "Data | Callable[[Any], Data] | None",
+    objective: Objective,
+) -> tuple[Data, Path | None, dict[str, Any]]:
+    """Returns the data of the run, the checkpoint to resume, or None, and its state, or {}.
+
+    All ranks have the same. Settings that follow from them are set.
+    """
+    checkpoint = on_main_process(lambda: find_checkpoint(config.resume_from, config.output_dir))
+    with all_or_none():
+        data = find_data(config, data)
+        data.check_pairs(wanted=getattr(objective, "pairs", False))
+        config.fit_data(data)
+    check_agreement(config, accelerator, data, checkpoint)
+    saved = read_state(checkpoint) if checkpoint else {}
+    if saved and "residual_dtype" not in config.given:  # of 0.5 it is fp32
+        config.residual_dtype = saved["settings"].get("residual_dtype", "float32")
+    return data, checkpoint, saved
 
 
 def name_of(part: Any) -> str:
