@@ -123,7 +123,7 @@ def load_model(
         )
     rows: Sequence[int] = ()
     check_finite(model, source)
-    if (source / "tokenizer.json").exists() and not config.ignore_changes:
+    if (source / "tokenizer.json").exists():
         source_tokenizer = load_tokenizer(source)
         more = source_tokenizer.get_vocab().items() < tokenizer.get_vocab().items()
         if given is None and data.chat and more:

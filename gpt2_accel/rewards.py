@@ -26,13 +26,15 @@ from accelerate.utils import gather_object
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import hash64
-from gpt2_accel.evals.chat import Question, answers
+from gpt2_accel.evals.chat import Question, answers, read_question
 from gpt2_accel.evals.formulas import mean_loss
+from gpt2_accel.evals.items import Item
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import load_name
 from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
+from gpt2_accel.runtime.processes import process_state
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
 
 Reward = Callable[[Mapping[str, Any], str], float]
@@ -74,20 +76,31 @@ class Prompts:
 def number_reward(row: Mapping[str, Any], text: str) -> float:
     """Returns 1.0 if the last number of a text is that of the row's `answer`, else 0.0.
 
-    1,000 equals 1000. Raises `ValueError` if the answer has no number.
+    1,000 equals 1000. Raises `ValueError` if the row has no answer, or one without a number.
     """
     expected, found = (
         [float(word.replace(",", "")) for word in NUMBER.findall(part)]
-        for part in (str(row.get("answer", "")), text)
+        for part in (answer_of(row), text)
     )
     if not expected:
-        raise ValueError("the answer of the row has no number: take another --reward")
+        raise ValueError("has an answer without a number: remove it, or take another --reward")
     return float(found[-1:] == expected[-1:])
 
 
 def exact_reward(row: Mapping[str, Any], text: str) -> float:
-    """Returns 1.0 if a text is the row's `answer`, but for spaces at both ends, else 0.0."""
-    return float(text.strip() == str(row.get("answer", "")).strip())
+    """Returns 1.0 if a text is the row's `answer`, but for spaces at both ends, else 0.0.
+
+    Raises `ValueError` if the row has no answer.
+    """
+    return float(text.strip() == answer_of(row))
+
+
+def answer_of(row: Mapping[str, Any]) -> str:
+    """Returns the `answer` of a row as text. Raises `ValueError` if it is missing or empty."""
+    answer = row.get("answer")
+    if answer in (None, ""):
+        raise ValueError("has no answer: give one, or take another --reward")
+    return str(answer).strip()
 
 
 def load_reward(name: str) -> Reward:
@@ -99,14 +112,40 @@ def load_reward(name: str) -> Reward:
     return known.get(name) or load_name(name, "number, exact or FILE.py:FUNCTION")
 
 
+def read_tasks(
+    items: Sequence[Item], tokenizer: PreTrainedTokenizerBase, longest: int, reward: Reward
+) -> list[Question]:
+    """Returns the tasks of rows, without those whose prompt has more than `longest` tokens, which
+    are counted in a printed line.
+
+    Raises `ValueError` for a row that has no prompt or cannot be scored by `number_reward` or
+    `exact_reward`, and if no task is left.
+    """
+    tasks = []
+    for item in items:
+        tasks.append(read_question(item, tokenizer))
+        try:
+            if reward in (number_reward, exact_reward):
+                reward(item.fields, "")
+        except ValueError as error:
+            raise ValueError(f"{item.place} {error}") from error
+    fitting = [task for task in tasks if len(task.ids) <= longest]
+    if not fitting:
+        raise ValueError(f"each prompt has more than {longest:,} tokens: take a model with more")
+    if len(fitting) < len(tasks):
+        left = len(tasks) - len(fitting)
+        process_state().print(f"left out {left:,} tasks with prompts of over {longest:,} tokens")
+    return fitting
+
+
 def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:
     """Returns the reward of a text. Raises `ValueError` if it fails or is not a finite number."""
     try:
         value = reward(row, text)
     except Exception as error:  # the user's function
         raise ValueError(
-            f"the reward raises {type(error).__name__} ({error}) for the text {text[:80]!r}: "
-            "return a number for each text"
+            f"the reward raises {type(error).__name__} ({error}) for the text {text[:80]!r} and "
+            f"the row {str(row)[:80]}: return a number for each text"
         ) from error
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"the reward is {value!r}, not a finite number: return an int or a float")

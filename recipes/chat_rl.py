@@ -89,10 +89,9 @@ def main() -> None:
     from gpt2_accel.callbacks import Evaluations
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.data import Data
-    from gpt2_accel.evals.chat import read_question
     from gpt2_accel.evals.items import read_items
     from gpt2_accel.hf.convert import local_directory, read_config
-    from gpt2_accel.rewards import PolicyGradient, Prompts, Solved, load_reward
+    from gpt2_accel.rewards import PolicyGradient, Prompts, Solved, load_reward, read_tasks
     from gpt2_accel.runtime.processes import main_process_first
     from gpt2_accel.tokenizer import load_tokenizer
     from gpt2_accel.train import train
@@ -103,7 +102,7 @@ def main() -> None:
         directory = local_directory(verified_directory(config.init_from))
         tokenizer = load_tokenizer(directory)
         longest = read_config(directory).n_positions - config.max_new_tokens
-        tasks = [read_question(item, tokenizer, longest) for item in read_items(config.data)]
+        tasks = read_tasks(read_items(config.data), tokenizer, longest, reward)
     held_out = max(len(tasks) // HELD_OUT, min(len(tasks) // 5, HELD_OUT))
     held_out = min(held_out, MOST_HELD_OUT)
     test, practice = tasks[:held_out], tasks[held_out:]

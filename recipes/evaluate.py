@@ -134,12 +134,12 @@ def evaluate(
     task, for CORE the folder of its bundle. `bos` and `length` are `training_windows`. All ranks
     call it."""
     from gpt2_accel.data.source import open_data
-    from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers, read_question
+    from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers
     from gpt2_accel.evals.core import Core
     from gpt2_accel.evals.hellaswag import HellaSwag
     from gpt2_accel.evals.perplexity import TextPerplexity
     from gpt2_accel.evals.validation import prepare_loss
-    from gpt2_accel.rewards import Solved, load_reward
+    from gpt2_accel.rewards import Solved, load_reward, read_tasks
 
     shape = model.config
     evaluations: list[Callable[..., dict[str, float]]] = []
@@ -155,8 +155,8 @@ def evaluate(
         elif name == "chat":
             task = ChatAnswers(own, tokenizer, shape)
         else:
-            tasks = [read_question(item, tokenizer, shape.n_positions - 1) for item in own]
             reward = load_reward(config.reward)
+            tasks = read_tasks(own, tokenizer, shape.n_positions - 1, reward)
             task = Solved(tasks, reward, tokenizer, MAX_NEW_TOKENS, config.samples)
         evaluations.append(task)
         notes += task.notes

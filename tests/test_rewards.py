@@ -28,9 +28,9 @@ from reward_script import letters
 from gpt2_accel import from_pretrained, rewards
 from gpt2_accel.data import Data
 from gpt2_accel.data.loader import TrainLoader, hash64
-from gpt2_accel.evals.chat import Question, read_question
+from gpt2_accel.evals.chat import Question
 from gpt2_accel.evals.items import read_items
-from gpt2_accel.rewards import PolicyGradient, Prompts, Row, Solved, number_reward
+from gpt2_accel.rewards import PolicyGradient, Prompts, Row, Solved, number_reward, read_tasks
 from gpt2_accel.tokenizer import load_tokenizer, text_ends
 from gpt2_accel.train import train
 
@@ -46,8 +46,8 @@ def tasks_file(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("tasks") / "tasks.jsonl", rows)
 
 
-def read_tasks(path, tokenizer):
-    return [read_question(item, tokenizer, 1000) for item in read_items(path)]
+def tasks_of(path, tokenizer):
+    return read_tasks(read_items(path), tokenizer, 1000, number_reward)
 
 
 def settings_of(chat_model, folder, **changes):
@@ -72,7 +72,7 @@ def practise(chat_model, tasks_file, folder, scale=False, reward=letters, **chan
     from gpt2_accel.config import TrainConfig
 
     tokenizer = load_tokenizer(chat_model)
-    tasks = read_tasks(str(tasks_file), tokenizer)
+    tasks = tasks_of(tasks_file, tokenizer)
     source = Prompts(tasks)
     config = TrainConfig(
         **settings_of(chat_model, folder, **changes), total_batch_size=PROMPTS * source.length
@@ -89,7 +89,7 @@ def by_hand(chat_model, tasks_file, scale, mistake="", updates=UPDATES):
     The draws are those of the run: of the probabilities by a generator of each answer.
     """
     tokenizer = load_tokenizer(chat_model)
-    tasks = read_tasks(str(tasks_file), tokenizer)
+    tasks = tasks_of(tasks_file, tokenizer)
     model = from_pretrained(chat_model).eval()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -283,7 +283,7 @@ def test_a_wrong_reward_is_named(reward, words):
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_file, tmp_path):
     """Against the definition: all choices of k of the answers, counted."""
     tokenizer = load_tokenizer(chat_model)
-    tasks = read_tasks(tasks_file, tokenizer)
+    tasks = tasks_of(tasks_file, tokenizer)
     seen = []
 
     def reward(row, text):
@@ -307,8 +307,10 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_fi
 WRONG_TASKS = [
     ([{"text": "a"}], "has no field 'prompt'"),
     ([], "no items"),
-    ([{"prompt": "a" * 1000}], "remove it"),
+    ([{"prompt": "a" * 1000, "answer": 1}], "each prompt has more than 1,000 tokens"),
     ([{"prompt": [{"role": "judge", "content": "a"}]}], "role other than"),
+    ([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": ""}], "line 2,? has no answer"),
+    ([{"prompt": "a", "answer": "one"}], "line 1,? has an answer without a number"),
 ]
 
 
@@ -316,13 +318,20 @@ WRONG_TASKS = [
 def test_wrong_tasks_are_refused(rows, words, chat_model, tmp_path):
     path = write_lines(tmp_path / "tasks.jsonl", rows)
     with refused(words):
-        read_tasks(str(path), load_tokenizer(chat_model))
+        tasks_of(path, load_tokenizer(chat_model))
+
+
+def test_prompts_that_are_too_long_are_left_out(chat_model, tmp_path, capsys):
+    rows = [{"prompt": "a", "answer": 0}, {"prompt": "a" * 1000, "answer": 1}]
+    tasks = tasks_of(write_lines(tmp_path / "tasks.jsonl", rows), load_tokenizer(chat_model))
+    assert [task.row["answer"] for task in tasks] == [0]
+    assert "left out 1 tasks" in capsys.readouterr().out
 
 
 WRONG_COMMANDS = [
     ({"group": 1}, "at least 2"),
     ({"reward": "none.py:f"}, "not number, exact or FILE.py:FUNCTION"),
-    ({"max_new_tokens": 120}, "remove it"),
+    ({"max_new_tokens": 120}, "each prompt has more than"),
 ]
 
 
@@ -335,7 +344,7 @@ def test_wrong_commands_are_refused(changes, words, chat_model, tasks_file, tmp_
 
 def test_a_model_without_a_chat_template_is_refused(chat_base, tasks_file):
     with refused("has no chat template"):
-        read_tasks(str(tasks_file), load_tokenizer(chat_base))
+        tasks_of(tasks_file, load_tokenizer(chat_base))
 
 
 def test_equal_rewards_are_said_once(chat_model, tasks_file, tmp_path, capsys):

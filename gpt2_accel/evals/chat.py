@@ -45,10 +45,17 @@ class ChatAnswers:
     ):
         self.tokenizer = tokenizer
         for item in items:
-            item.field("answer", str)
+            item.fields["answer"] = str(item.field("answer", str | int | float))
             if "group" in item.fields:
                 item.field("group", str)
-        self.questions = [read_question(item, tokenizer, config.n_positions - 1) for item in items]
+        self.questions = [read_question(item, tokenizer) for item in items]
+        longest = config.n_positions - 1
+        for item, question in zip(items, self.questions, strict=True):
+            if len(question.ids) > longest:
+                raise ValueError(
+                    f"{item.place} has a prompt of {len(question.ids):,} tokens; with an answer "
+                    f"the model's positions allow {longest:,}: remove it"
+                )
         self.notes = [f"chat: {len(items):,} items"]
 
     def __call__(
@@ -125,11 +132,10 @@ def chat_scores(found: Sequence[tuple[Question, Completion]]) -> dict[str, float
     return combine("chat", "exact_match", parts)
 
 
-def read_question(item: Item, tokenizer: "PreTrainedTokenizerBase", longest: int) -> Question:
+def read_question(item: Item, tokenizer: "PreTrainedTokenizerBase") -> Question:
     """Returns the question of an item, its field `prompt` or `question`, a text or messages.
 
-    Raises `ValueError` if it has none, if the chat template refuses it or there is no template, and
-    if it has more than `longest` tokens.
+    Raises `ValueError` if it has none, if the chat template refuses it or there is no template.
     """
     name = "question" if "question" in item.fields and "prompt" not in item.fields else "prompt"
     prompt = item.field(name, str | list)
@@ -138,9 +144,4 @@ def read_question(item: Item, tokenizer: "PreTrainedTokenizerBase", longest: int
         ids = encode_prompt(tokenizer, messages)
     except (Problem, ValueError) as error:
         raise ValueError(f"{item.place} has a prompt that cannot be answered: {error}") from error
-    if len(ids) > longest:
-        raise ValueError(
-            f"{item.place} has a prompt of {len(ids):,} tokens; with an answer the model's "
-            f"positions allow {longest:,}: remove it"
-        )
     return Question(item.fields, messages, ids)
