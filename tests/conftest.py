@@ -40,7 +40,7 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import digest, read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
@@ -126,13 +126,6 @@ def chat_model(chat_base, tmp_path_factory):
     tokenizer = chat_tokenizer(chat_base)
     save_pretrained(with_rows(from_pretrained(chat_base), 257, 259), folder, tokenizer)
     return folder
-
-
-def tokenizer_of(kind: str, text: str):
-    """Returns a tokenizer: "bytes", or "bpe" or "characters" of a text."""
-    if kind == "bytes":
-        return byte_tokenizer()
-    return train_bpe([text], 270) if kind == "bpe" else char_tokenizer(text)
 
 
 @pytest.fixture(scope="session")

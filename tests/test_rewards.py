@@ -1,6 +1,5 @@
 """Reinforcement learning from a reward: a loop from the papers, rewards, resumes, processes."""
 
-import json
 import math
 import signal
 from itertools import combinations
@@ -11,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import (
-    load_recipe,
     long,
     losses,
     metrics,
@@ -31,6 +29,7 @@ from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.evals.chat import Question, read_question
 from gpt2_accel.evals.items import read_items
 from gpt2_accel.rewards import PolicyGradient, Prompts, Row, Solved, number_reward
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import load_tokenizer, text_ends
 from gpt2_accel.train import train
 
@@ -128,17 +127,11 @@ def by_hand(chat_model, tasks_file, scale, mistake="", updates=UPDATES):
             tokens = sum(len(ids) - 1 for ids, _, _ in answers)
         loss = 0.0
         for ids, start, advantage in answers:
-            logits = model(torch.tensor([ids]))[0, :-1]
+            logits = model(torch.tensor([ids]))[0, :-1] / (0.8 if mistake == "temperature" else 1)
             begin = 0 if mistake == "prompt" else start - 1
             nats = torch.nn.functional.cross_entropy(
                 logits[begin:], torch.tensor(ids[begin + 1 :]), reduction="none"
             )
-            if mistake == "end":
-                nats = nats[: len(nats) - (ids[-1] in ends)]
-            if mistake == "temperature":
-                nats = torch.nn.functional.cross_entropy(
-                    logits[begin:] / 0.8, torch.tensor(ids[begin + 1 :]), reduction="none"
-                )
             share = nats.mean() / len(answers) if mistake == "means" else nats.sum() / tokens
             loss = loss + share * advantage
         loss.backward()
@@ -163,18 +156,10 @@ def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
     assert np.abs(np.array(actual) - wrong).max() > 1e-4
 
 
-def test_the_end_of_a_turn_counts_and_prompts_do_not():
-    tasks = [Question({}, [], [5, 6, 7]), Question({}, [], [5])]
-    nats = [1.0, 2.0, 3.0, 4.0]
-    rows = [Row(tasks[0], [8, 9], "", 1, 0.5, True, nats)]
-    rows.append(Row(tasks[1], [8, 2, 4], "", 0, -0.5, False, nats))
-    inputs, targets, sampled = rewards.padded(rows, 12)
-    assert inputs.shape == (2, 12)
-    assert inputs[0, :4].tolist() == [5, 6, 7, 8]
-    assert targets[0, :5].tolist() == [-100, -100, 8, 9, -100]
-    assert (targets[1] == -100).all()  # it was cut, and is masked
-    assert sampled[0, :5].tolist() == [0, 0, 1, 2, 0]
-    assert not sampled[1].any()
+def test_a_cut_answer_can_be_masked():
+    row = Row(Question({}, [], [5]), [8, 2], "", 0, -0.5, False, [3.0, 4.0])
+    _, targets, sampled = rewards.padded([row], 12)
+    assert (targets == -100).all() and not sampled.any()
 
 
 def flags(chat_model, tasks_file, folder, **changes):
@@ -200,9 +185,7 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     figures |= {"sampled_tokens_per_second", "trained_tokens_per_second"}
     assert {"step", "tokens", "solved/reward", "solved/reward_stderr"} >= lines[0].keys()
     assert {f"train/{name}" for name in figures} <= lines[1].keys()
-    samples = [
-        json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
-    ]
+    samples = read_json_lines(tmp_path / "run/samples.jsonl")
     assert all(sample["text"].startswith(f"{sample['prompt']}\nreward ") for sample in samples)
     assert 0 < lines[1]["train/logp_difference"] < 1e-5  # fp32, with and without the cache
     reset_accelerate()
@@ -329,7 +312,6 @@ WRONG_COMMANDS = [
 @pytest.mark.parametrize(("changes", "words"), WRONG_COMMANDS)
 def test_wrong_commands_are_refused(changes, words, chat_model, tasks_file, tmp_path):
     with refused(words):
-        load_recipe("chat_rl")
         run_recipe("chat_rl", *flags(chat_model, tasks_file, tmp_path, **changes))
 
 

@@ -81,6 +81,8 @@ def test_all_ways_to_encode_agree(tokenizer, gpt2, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text, split_special_tokens=True)["input_ids"] == ids
     assert again.decode(ids) == text
+    assert again.model_max_length == 8
+    assert (tmp_path / "vocab.json").exists()
     assert fingerprint(again) == fingerprint(tokenizer)
     assert raw_ids(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), text) == ids
     assert encode(load_tokenizer(tmp_path), [text])[0] == ids
