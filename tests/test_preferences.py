@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    chat_rows,
     contents,
     long,
     losses,
@@ -345,17 +344,6 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, sta
         with refused(words):
             run_recipe("chat_dpo", *flags, *changes)
     assert contents(tmp_path / "run") == before
-
-
-def test_chat_data_and_pairs_are_not_confused(pairs, start, tmp_path):
-    file = write_lines(tmp_path / "chats.jsonl", chat_rows(24))
-    chats = tmp_path / "chats"
-    flags = ("chat", file, "--model", start, "--sequence_length", 128, "--data_dir", chats)
-    run_recipe("prepare_data", *flags)
-    with refused("holds no pairs"):
-        run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=chats))
-    with refused("holds pairs"):
-        run_recipe("chat_sft", "--data_dir", pairs, "--output_dir", tmp_path / "run")
 
 
 # Several processes and precisions

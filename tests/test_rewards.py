@@ -287,39 +287,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_fi
     assert {"solved/reward", "solved/pass@1", "solved/pass@2"} <= entry["results"].keys()
 
 
-WRONG_TASKS = [
-    ([{"text": "a"}], "has no field 'prompt'"),
-    ([], "no items"),
-    ([{"prompt": "a" * 1000}], "remove it"),
-    ([{"prompt": [{"role": "judge", "content": "a"}]}], "role other than"),
-]
-
-
-@pytest.mark.parametrize(("rows", "words"), WRONG_TASKS)
-def test_wrong_tasks_are_refused(rows, words, chat_model, tmp_path):
-    path = write_lines(tmp_path / "tasks.jsonl", rows)
-    with refused(words):
-        read_tasks(str(path), load_tokenizer(chat_model))
-
-
-WRONG_COMMANDS = [
-    ({"group": 1}, "at least 2"),
-    ({"reward": "none.py:f"}, "not number, exact or FILE.py:FUNCTION"),
-    ({"max_new_tokens": 120}, "remove it"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), WRONG_COMMANDS)
-def test_wrong_commands_are_refused(changes, words, chat_model, tasks_file, tmp_path):
-    with refused(words):
-        run_recipe("chat_rl", *flags(chat_model, tasks_file, tmp_path, **changes))
-
-
-def test_a_model_without_a_chat_template_is_refused(chat_base, tasks_file):
-    with refused("has no chat template"):
-        read_tasks(str(tasks_file), load_tokenizer(chat_base))
-
-
 def test_equal_rewards_are_said_once(chat_model, tasks_file, tmp_path, capsys):
     practise(chat_model, tasks_file, tmp_path, reward=lambda row, text: 1.0, max_steps=13)
     assert capsys.readouterr().out.count("equal rewards, from which nothing is learnt") == 1

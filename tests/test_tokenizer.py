@@ -17,12 +17,7 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from transformers import (
-    AutoTokenizer,
-    ByT5Tokenizer,
-    GPT2Config,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data import documents

@@ -4,18 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import (
-    contents,
-    make_text,
-    refused,
-    run,
-    tiny_config,
-    write_lines,
-)
+from conftest import contents, make_text, refused, run, tiny_config, write_lines
 
-from gpt2_accel.data.shards import (
-    TokenStream,
-)
+from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.tokenizer import save_tokenizer, train_bpe

@@ -301,10 +301,7 @@ UNTIED = {"n_kv_head": 1, "head_dim": 8, "n_inner": 32, "tied": False}
 
 @pytest.mark.parametrize(
     "config, known",
-    [
-        (GPTConfig(384, **SIZES), 384),
-        (LlamaConfig(300, **SIZES, **UNTIED), 290),
-    ],
+    [(GPTConfig(384, **SIZES), 384), (LlamaConfig(300, **SIZES, **UNTIED), 290)],
     ids=["grows", "rows beyond the tokenizer, untied"],
 )
 def test_new_embeddings_are_the_mean_of_the_known_ones(config, known):

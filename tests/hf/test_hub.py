@@ -10,14 +10,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
-from conftest import (
-    as_flags,
-    hellaswag_items,
-    long,
-    losses,
-    metrics,
-    run,
-)
+from conftest import as_flags, hellaswag_items, long, losses, metrics, run
 from datasets import Dataset
 from hub_server import TOKEN, Hub
 from launching import ROOT, python

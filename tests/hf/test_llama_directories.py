@@ -7,10 +7,7 @@ import pytest
 import torch
 from conftest import losses, make_text, read_json, refused, run, run_recipe, tiny_config
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare

@@ -289,10 +289,7 @@ def test_an_adapter_names_the_commit_of_a_base_on_the_hub(start, tmp_path, tiny,
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "changes"),
-    [
-        ("mixtral", "float32", {}),
-        ("smollm3", "bfloat16", {"tie_word_embeddings": False}),
-    ],
+    [("mixtral", "float32", {}), ("smollm3", "bfloat16", {"tie_word_embeddings": False})],
 )
 def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     kind, dtype, changes, tiny, tmp_path

@@ -139,6 +139,8 @@ def test_data_of_another_length_or_tokenizer_is_refused(chat_data, chat_base, tm
     flags = ("--output_dir", tmp_path / "run", "--data_dir")
     with refused("windows of 128 tokens, not 64"):
         run_recipe("chat_sft", *flags, chat_data, "--sequence_length", 64)
+    with refused("holds no pairs"):
+        run_recipe("chat_dpo", *flags, chat_data, "--model", chat_base)
     other = shutil.copytree(chat_base, tmp_path / "other")
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|mine|>"])
