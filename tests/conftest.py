@@ -46,13 +46,6 @@ atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 long = pytest.mark.skipif(not LONG, reason="in make test-reliability")
-# Layers, heads and width of the four released models, by their Hub name.
-GPT2_SIZES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
 SENTENCE = "the cat sat on a mat and saw that rat run from dog to house with old red hat"
 WORDS = SENTENCE.split()
 

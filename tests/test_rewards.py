@@ -17,6 +17,7 @@ from conftest import (
     refused,
     reset_accelerate,
     run_recipe,
+    tiny_config,
     weights_digest,
     write_lines,
 )
@@ -49,37 +50,25 @@ def read_tasks(path, tokenizer):
     return [read_question(item, tokenizer, 1000) for item in read_items(path)]
 
 
-def settings_of(chat_model, folder, **changes):
-    return {
-        "init_from": str(chat_model),
-        "output_dir": str(folder),
-        "max_steps": UPDATES,
-        "learning_rate": 1e-3,
-        "lr_schedule": "constant",
-        "warmup_steps": 0,
-        "max_grad_norm": 0,
-        "micro_batch_size": 1,
-        "eval_every": 0,
-        "sample_every": 0,
-        "save_every": 0,
-        "log_every": 1,
-    } | changes
-
-
 def practise(chat_model, tasks_file, folder, scale=False, reward=letters, **changes):
     """Trains in this process; returns the losses."""
-    from gpt2_accel.config import TrainConfig
-
     tokenizer = load_tokenizer(chat_model)
-    tasks = read_tasks(str(tasks_file), tokenizer)
+    tasks = read_tasks(tasks_file, tokenizer)
     source = Prompts(tasks)
-    config = TrainConfig(
-        **settings_of(chat_model, folder, **changes), total_batch_size=PROMPTS * source.length
-    )
+    settings = {"init_from": str(chat_model), "max_steps": UPDATES, "learning_rate": 1e-3}
+    settings |= {"lr_schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0}
+    settings |= {"micro_batch_size": 1, "total_batch_size": PROMPTS * source.length}
     gradients = PolicyGradient(tasks, reward, group=GROUP, max_new_tokens=NEW, scale_rewards=scale)
     reset_accelerate()
-    train(config, data=Data(tokenizer, source, name="t", chat=True), gradients=gradients)
+    data = Data(tokenizer, source, name="t", chat=True)
+    train(tiny_config(folder, folder, **settings | changes), data=data, gradients=gradients)
     return losses(metrics(folder))
+
+
+@pytest.fixture(scope="module")
+def practised(chat_model, tasks_file, tmp_path_factory):
+    """The losses of a run."""
+    return practise(chat_model, tasks_file, tmp_path_factory.mktemp("run"))
 
 
 def by_hand(chat_model, tasks_file, scale, mistake="", updates=UPDATES):
@@ -88,7 +77,7 @@ def by_hand(chat_model, tasks_file, scale, mistake="", updates=UPDATES):
     The draws are those of the run: of the probabilities by a generator of each answer.
     """
     tokenizer = load_tokenizer(chat_model)
-    tasks = read_tasks(str(tasks_file), tokenizer)
+    tasks = read_tasks(tasks_file, tokenizer)
     model = from_pretrained(chat_model).eval()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
@@ -142,18 +131,19 @@ def by_hand(chat_model, tasks_file, scale, mistake="", updates=UPDATES):
 
 
 @pytest.mark.parametrize("scale", [False, pytest.param(True, marks=long)])
-def test_twenty_updates_equal_a_loop_from_the_papers(scale, chat_model, tasks_file, tmp_path):
-    actual = practise(chat_model, tasks_file, tmp_path, scale)
+def test_twenty_updates_equal_a_loop_from_the_papers(
+    scale, practised, chat_model, tasks_file, tmp_path
+):
+    actual = practise(chat_model, tasks_file, tmp_path, scale) if scale else practised
     expected = by_hand(chat_model, tasks_file, scale)
     assert actual == pytest.approx(expected, abs=2e-6)
     assert max(map(abs, expected)) > 1e-3
 
 
 @pytest.mark.parametrize("mistake", ["prompt", "temperature", "means"])
-def test_the_loop_shows_mistakes(mistake, chat_model, tasks_file, tmp_path):
-    actual = practise(chat_model, tasks_file, tmp_path, max_steps=3)
+def test_the_loop_shows_mistakes(mistake, practised, chat_model, tasks_file):
     wrong = by_hand(chat_model, tasks_file, False, mistake, updates=3)
-    assert np.abs(np.array(actual) - wrong).max() > 1e-4
+    assert np.abs(np.array(practised[:3]) - wrong).max() > 1e-4
 
 
 def test_a_cut_answer_can_be_masked():
