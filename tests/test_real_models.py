@@ -3,7 +3,6 @@
 `MODELS` names a folder with `smollm2-135m-instruct/` and `gemma-3-270m/`, Hugging Face directories.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -96,18 +95,6 @@ def test_chat_fine_tuning(lora, tmp_path):
         ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
         with torch.no_grad():
             torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=2e-3)
-
-
-def test_the_loss_counts_the_answer_and_the_end_of_its_turn(tmp_path):
-    file = write_lines(tmp_path / "rows.jsonl", rows(20))
-    flags = ("--model", SMOLLM2, "--sequence_length", 128, "--data_dir", tmp_path / "data")
-    run_recipe("prepare_data", "chat", file, *flags)
-    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    counted = 0
-    for row in rows(20):
-        counted += len(tokenizer(row["completion"] + "<|im_end|>")["input_ids"])
-    assert sum(split["counted"] for split in manifest["splits"].values()) == counted
 
 
 def test_preference_training_raises_the_margin(tmp_path):

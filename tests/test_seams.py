@@ -198,8 +198,8 @@ def changed(config, tokenizer):
 
 
 def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
-    """`transformers` refuses it from the first checkpoint on; its class resumes and opens it."""
-    uninterrupted = go(tiny("whole", save_every=4), model=changed)
+    """`transformers` refuses it from the first checkpoint on; its class opens it."""
+    go(tiny("whole", save_every=4), model=changed)
     checkpoint = tmp_path / "whole/checkpoint-4"
     for folder in (checkpoint, tmp_path / "whole"):
         with pytest.raises(ValueError, match="gpt2_accel_custom"):
@@ -208,8 +208,6 @@ def test_a_changed_model_is_saved_as_itself(tiny, tmp_path):
             from_pretrained(folder)
     model, _ = load(str(tmp_path / "whole"), model_class=f"{__file__}:Changed")
     assert [type(block.mlp).__name__ for block in model.h] == ["Squared", "Squared"]
-    resumed = go(tiny("other", resume_from=str(checkpoint)), model=changed)
-    assert losses(resumed) == losses(uninterrupted)[4:]
     with refused("Changed, not .*GPT"):
         load(str(tmp_path / "whole"), model_class="gpt2_accel.models.gpt2:GPT")
 

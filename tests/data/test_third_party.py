@@ -20,10 +20,6 @@ def llmc(tokens, magic=20240520, version=1):
     return header.tobytes() + tokens.tobytes()
 
 
-def headerless(ids):
-    return {"train.bin": ids[:4000].tobytes(), "val.bin": ids[4000:].tobytes()}
-
-
 def with_headers(ids):
     return {
         "fineweb_train_000001.bin": llmc(ids[:2500]),
@@ -49,7 +45,10 @@ def imported(source, data_dir):
 
 @pytest.mark.parametrize(
     ("files", "ids"),
-    [(headerless(SHOUTS), SHOUTS), (with_headers(TOKENS), TOKENS)],
+    [
+        ({"train.bin": SHOUTS[:4000].tobytes(), "val.bin": SHOUTS[4000:].tobytes()}, SHOUTS),
+        (with_headers(TOKENS), TOKENS),
+    ],
     ids=["nanoGPT", "llm.c"],
 )
 def test_token_files_of_other_trainers_are_imported(tmp_path, files, ids):

@@ -4,6 +4,7 @@ import http.client
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.tokenizer import load_tokenizer
 
-pytest.importorskip("gradio", reason="needs Gradio")
+pytestmark = pytest.mark.skipif(not find_spec("gradio"), reason="needs Gradio")
 HTML = "**Why**   <b>this</b> &copy=2 <module>?\n    $$x$$ <img src=x onerror=alert(1)>\n"
 
 
