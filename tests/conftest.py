@@ -40,7 +40,7 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import digest, read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer, load_tokenizer
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
@@ -118,6 +118,15 @@ def chat_model(chat_base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "model"
     tokenizer = chat_tokenizer(chat_base)
     save_pretrained(with_rows(from_pretrained(chat_base), 257, 259), folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tuned(chat_model, tmp_path_factory):
+    """The chat model with other weights. Tests must not change it."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("chat") / "tuned"
+    save_pretrained(randomized(from_pretrained(chat_model)), folder, load_tokenizer(chat_model))
     return folder
 
 

@@ -21,7 +21,7 @@ from conftest import (
     weights_digest,
     write_lines,
 )
-from launching import launch
+from launching import EAGER, launch
 from reward_script import letters
 
 from gpt2_accel import from_pretrained, rewards
@@ -191,8 +191,7 @@ def test_two_processes_begin_with_the_same_answers(chat_model, tasks_file, tmp_p
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         words = flags(chat_model, tasks_file, folder, max_steps=1, log_every=1)
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        launch(*(eager if processes > 1 else ()), "recipes/chat_rl.py", *words, processes=processes)
+        launch(*EAGER, "recipes/chat_rl.py", *words, processes=processes)
         first.append(metrics(folder)[-1])
     for name in ("loss", "reward", "answer_tokens", "entropy", "grad_norm"):
         assert first[1][f"train/{name}"] == pytest.approx(first[0][f"train/{name}"], abs=1e-6)

@@ -46,7 +46,7 @@ def test_trials_of_a_compiled_model_stay_below_the_recompile_limit(monkeypatch):
     assert all(parameter.grad is None for parameter in plain.parameters())
 
 
-@pytest.mark.parametrize(("lora", "dtype"), [(4, "bfloat16"), (4, "float32"), (0, "float32")])
+@pytest.mark.parametrize(("lora", "dtype"), [(4, "bfloat16"), (0, "float32")])
 def test_the_planned_state_is_that_of_a_run(lora, dtype, tiny, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     start = str(save_family("smollm3", tmp_path / "start"))

@@ -49,10 +49,6 @@ def build_hellaswag(items: list[dict]) -> HellaSwag:
     return HellaSwag(numbered, byte_tokenizer(), SHAPE)
 
 
-def build_text(text: str, stride: int | None = None) -> TextPerplexity:
-    return TextPerplexity([Item("a.txt", {"text": text})], byte_tokenizer(), SHAPE, stride)
-
-
 @torch.no_grad()
 def plain_loop(hf, context: str, continuation: str) -> list[float]:
     """Returns the loss of each byte of the continuation in nats."""
@@ -94,7 +90,8 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
-    results = build_text(text, stride)(accelerator, model)
+    items = [Item("a.txt", {"text": text})]
+    results = TextPerplexity(items, byte_tokenizer(), SHAPE, stride)(accelerator, model)
     ids = [256, *text.removesuffix("\n").encode()]
     nats = []
     start = 1

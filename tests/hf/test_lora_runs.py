@@ -20,7 +20,7 @@ from conftest import (
     write_lines,
 )
 from families import save_family
-from launching import launch
+from launching import EAGER, launch
 from safetensors.torch import load_file, save_file
 from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -318,9 +318,9 @@ def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_pat
     second = flags(tmp_path / "second", init_from=tmp_path / "first/adapter", **changes)
     run_recipe("finetune_shakespeare", *given, *second)
     assert losses(metrics(tmp_path / "second"))[0] < losses(metrics(tmp_path / "first"))[0]
-    for name, opened in (("first", AutoModelForCausalLM), ("second", from_pretrained)):
-        adapter = tmp_path / name / "adapter"
-        actual = logits(getattr(opened, "from_pretrained", opened)(adapter))
+    openers = {"first": AutoModelForCausalLM.from_pretrained, "second": from_pretrained}
+    for name, opened in openers.items():
+        actual = logits(opened(tmp_path / name / "adapter"))
         expected = logits(from_pretrained(tmp_path / name))
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     card = (tmp_path / "first/adapter/README.md").read_text()
@@ -342,8 +342,7 @@ def test_an_adapter_trains_on_two_processes_as_on_one(
 
     def trained(name, processes, script, config, **changes):
         args = [f"tests/{script}.py", *flags(tmp_path / name, **given, **changes)]
-        eager = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-        done = launch(*eager, *args, processes=processes, config=config)
+        done = launch(*EAGER, *args, processes=processes, config=config)
         assert ("sharded by FSDP2" in done.stdout) is (script == "fsdp_script")
         return load_file(tmp_path / name / "adapter" / ADAPTER)
 

@@ -18,7 +18,7 @@ from conftest import (
     write_lines,
 )
 from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
-from launching import launch
+from launching import EAGER, launch
 from test_references import PEAK, plain_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
@@ -62,8 +62,7 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
 
     def several(name, config, script, **changes):
         flags = as_flags(tiny(name, **settings, **changes))
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        launch(*eager, script, *flags, processes=2, config=config)
+        launch(*EAGER, script, *flags, processes=2, config=config)
         return losses(metrics(tmp_path / name))
 
     ddp = several("ddp", "8xa100", "tests/train_script.py")

@@ -28,18 +28,6 @@ def tiny(kind, **changes):
     return kind(**{"vocab_size": 100, "n_positions": 64} | sizes | changes)
 
 
-def pair(config):
-    """Returns HF's model with random weights, and the same model of this package."""
-    theirs = hf_config(config, {"bos_token_id": None, "eos_token_id": None})
-    reference = AutoModelForCausalLM.from_config(theirs).float()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
-        if isinstance(config, NanochatConfig):  # logits near the cap of 15
-            reference.get_output_embeddings().weight.mul_(10)
-    return reference, from_hf(reference.state_dict().items(), config, "the reference")
-
-
 def test_logits_and_gradients_equal_those_of_transformers(kind):
     draw = random.Random(0)
     for _ in range(8):
@@ -57,7 +45,14 @@ def test_logits_and_gradients_equal_those_of_transformers(kind):
             norm_eps=draw.choice([1e-6, 1e-5, 1e-3]),
             tied=draw.random() < 0.5,
         )
-        reference, model = pair(config)
+        theirs = hf_config(config, {"bos_token_id": None, "eos_token_id": None})
+        reference = AutoModelForCausalLM.from_config(theirs).float()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.normal_(0 if parameter.ndim > 1 else 1, 0.2)
+            if kind is NanochatConfig:  # logits near the cap of 15
+                reference.get_output_embeddings().weight.mul_(10)
+        model = from_hf(reference.state_dict().items(), config, "the reference")
         assert sum(p.numel() for p in reference.parameters()) == config.parameter_count
         input_ids = torch.randint(config.vocab_size, (2, draw.choice([2, 33, 64])))
         targets = input_ids.roll(-1, dims=1)
