@@ -40,19 +40,12 @@ from gpt2_accel.data.prepare import prepare
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import digest, read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
+from gpt2_accel.tokenizer import byte_tokenizer, gpt2_tokenizer, load_tokenizer
 
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 # `make test-reliability` tries each fault many times, `make test` a few times.
 LONG = os.environ.get("RELIABILITY") == "long"
 long = pytest.mark.skipif(not LONG, reason="in make test-reliability")
-# Layers, heads and width of the four released models, by their Hub name.
-GPT2_SIZES = {
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
 SENTENCE = "the cat sat on a mat and saw that rat run from dog to house with old red hat"
 WORDS = SENTENCE.split()
 
@@ -128,11 +121,13 @@ def chat_model(chat_base, tmp_path_factory):
     return folder
 
 
-def tokenizer_of(kind: str, text: str):
-    """Returns a tokenizer: "bytes", or "bpe" or "characters" of a text."""
-    if kind == "bytes":
-        return byte_tokenizer()
-    return train_bpe([text], 270) if kind == "bpe" else char_tokenizer(text)
+@pytest.fixture(scope="session")
+def tuned(chat_model, tmp_path_factory):
+    """The chat model with other weights. Tests must not change it."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("chat") / "tuned"
+    save_pretrained(randomized(from_pretrained(chat_model)), folder, load_tokenizer(chat_model))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -33,10 +33,7 @@ SIZES = {
 EXPERTS = {"num_experts_per_tok": 2}
 # model_type -> what differs from `SIZES`
 FAMILIES = {
-    "gemma3_text": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"sliding_window": 8},
     "olmo2": {},
     "gpt_neox": {},

@@ -80,8 +80,6 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/lfs/") and self.command == "PUT":
             self.server.blobs[path.removeprefix("/lfs/")] = body
             return self.answer(200, {})
-        if path.startswith("/lfs/"):  # a CDN asks for no login
-            return self.answer_file(self.server.blobs[path.removeprefix("/lfs/")])
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})
         for pattern, handle in ROUTES:
@@ -121,19 +119,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"url": url})
 
     def preupload(self, body, repo_id, _revision):
-        existing = self.server.files(repo_id)
         files = []
         for path in (file["path"] for file in json.loads(body)["files"]):
             is_lfs = path.endswith(".safetensors")
-            file = {
-                "path": path,
-                "uploadMode": "lfs" if is_lfs else "regular",
-                "shouldIgnore": False,
-            }
-            if path in existing:
-                data = existing[path]
-                file["oid"] = hashlib.sha256(data).hexdigest() if is_lfs else blob_id(data)
-            files.append(file)
+            mode = "lfs" if is_lfs else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
         self.answer(200, {"files": files})
 
     def lfs_batch(self, body, _repo_id):
@@ -189,15 +179,7 @@ class Handler(BaseHTTPRequestHandler):
         folder = folder or ""
         _, files = self.server.revision(repo_id, revision)
         below = {n: data for n, data in files.items() if n.startswith(folder and f"{folder}/")}
-        entries = [entry(name, data) for name, data in below.items()]
-        if "recursive=true" not in self.path.lower():
-            depth = folder.count("/") + bool(folder)
-            folders = {name.rsplit("/", 1)[0] for name in below if name.count("/") == depth + 1}
-            entries = [item for item in entries if item["path"].count("/") == depth]
-            entries += [
-                {"type": "directory", "path": name, "oid": "0", "size": 0} for name in folders
-            ]
-        self.answer(200, entries)
+        self.answer(200, [entry(name, data) for name, data in below.items()])
 
     def resolve(self, _body, repo_id, revision, path):
         if repo_id not in self.server.repos:
@@ -243,7 +225,6 @@ ROUTES = [
     (API, Handler.info),
     (rf"{API}/revision/([^/]+)", Handler.info),
     (rf"{API}/tree/([^/]+)(?:/(.+))?", Handler.tree),
-    (rf"/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
     (rf"/datasets/{REPO}/resolve/refs/convert/parquet/(.+)", Handler.resolve_parquet),
-    (rf"/datasets/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
+    (rf"(?:/datasets)?/{REPO}/resolve/([^/]+)/(.+)", Handler.resolve),
 ]

@@ -34,6 +34,8 @@ from torch.distributed import TCPStore
 ROOT = Path(__file__).parent.parent
 SECONDS = 280  # time limit of one launch
 GRACE = 10  # seconds in which the others must end after one process failed
+# Flags of the launcher: in fp32 and not compiled.
+EAGER = ("--mixed_precision", "no", "--dynamo_backend", "no")
 KEPT: list[object] = []  # stores and fork servers, until this process ends
 
 
@@ -63,8 +65,7 @@ def launch(
 
 def sharded(script: str, *args: object, **env: str) -> subprocess.CompletedProcess:
     """Runs a script on two processes that FSDP2 shards, in fp32 and not compiled."""
-    eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-    return launch(*eager, script, *args, processes=2, config="8xa100_fsdp2", FSDP="1", **env)
+    return launch(*EAGER, script, *args, processes=2, config="8xa100_fsdp2", FSDP="1", **env)
 
 
 def ended(done: subprocess.CompletedProcess, fails: bool | None) -> subprocess.CompletedProcess:

@@ -1,16 +1,7 @@
 """Training, resuming and reading runs of the other architectures."""
 
 import pytest
-from conftest import (
-    as_flags,
-    long,
-    losses,
-    metrics,
-    read_json,
-    run,
-    tiny_config,
-    weights_digest,
-)
+from conftest import as_flags, long, losses, metrics, read_json, run, tiny_config, weights_digest
 from launching import sharded
 from transformers import pipeline
 

@@ -142,15 +142,9 @@ def test_commands_txt_lists_exactly_the_documented_commands():
 def test_every_documented_command_runs(tmp_path):
     prepare_folder(tmp_path)
     for line, flags in LOCAL.items():
-        run_command(line, flags, tmp_path)
-
-
-def test_the_dry_run_prints_what_the_hardware_page_quotes(tmp_path):
-    prepare_folder(tmp_path)
-    page = (ROOT / "docs/hardware.md").read_text()
-    [command] = [command for command in commands_of(page) if "--dry_run" in command]
-    done = run_command(command, "", tmp_path)
-    assert f"```\n{done.stdout}```" in page
+        done = run_command(line, flags, tmp_path)
+        if "--dry_run" in line:
+            assert f"```\n{done.stdout}```" in (ROOT / "docs/hardware.md").read_text()
 
 
 def header_commands() -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
-    chat_rows,
     contents,
     long,
     losses,
@@ -40,39 +39,25 @@ BETA = 0.5
 
 
 @pytest.fixture(scope="module")
-def start(chat_model, tmp_path_factory):
-    """A chat model with larger random weights than a new one's."""
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("start") / "model"
-    model = from_pretrained(chat_model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.03)
-        model.head_weight[model.config.vocab_size :] = 0
-    save_pretrained(model, folder, load_tokenizer(chat_model))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def file(tmp_path_factory):
     return write_lines(tmp_path_factory.mktemp("file") / "pairs.jsonl", pair_rows(60))
 
 
 @pytest.fixture(scope="module")
-def pairs(start, file, tmp_path_factory):
+def pairs(tuned, file, tmp_path_factory):
     """The shards of 60 pairs, of which some are for validation."""
     folder = tmp_path_factory.mktemp("pairs") / "pairs"
     prepare_conversations(
-        [str(file)], chat_tokenizer(start), folder, pairs=True, sequence_length=128,
-        shorten=True, source="made up", model=str(start),
+        [str(file)], chat_tokenizer(tuned), folder, pairs=True, sequence_length=128,
+        shorten=True, source="made up", model=str(tuned),
     )  # fmt: skip
     return folder
 
 
-def settings(start, folder, **changes):
+def settings(tuned, folder, **changes):
     """Returns the flags of a short run."""
     values = {
-        "model": start,
+        "model": tuned,
         "output_dir": folder,
         "batch_size": 4,
         "micro_batch_size": 4,
@@ -106,7 +91,7 @@ def turn(role, content):
     return {"role": role, "content": content}
 
 
-def by_trl(trl, start, rows, losses, folder):
+def by_trl(trl, tuned, rows, losses, folder):
     """Trains 20 updates of 4 pairs by TRL, in the order of `rows`; returns their figures."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,10 +104,10 @@ def by_trl(trl, start, rows, losses, folder):
             self.losses.append(loss.item())
             return loss
 
-    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(tuned)
     tokenizer.chat_template = TEMPLATE
     model, reference = (
-        AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32) for _ in range(2)
+        AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32) for _ in range(2)
     )
     options = trl.DPOConfig(
         str(folder), beta=BETA, loss_type=[*losses], loss_weights=[*losses.values()],
@@ -181,10 +166,10 @@ def in_order(pairs, rows):
         pytest.param({"sigmoid_norm": 1.0}, marks=long),
     ],
 )
-def test_twenty_updates_equal_trl(pairs, start, losses, tmp_path):
+def test_twenty_updates_equal_trl(pairs, tuned, losses, tmp_path):
     """TRL has one micro-batch; the second term is a mean over the chosen tokens of all of ours."""
     trl = pytest.importorskip("trl")
-    expected = by_trl(trl, start, in_order(pairs, pair_rows(60)), losses, tmp_path / "trl")
+    expected = by_trl(trl, tuned, in_order(pairs, pair_rows(60)), losses, tmp_path / "trl")
     assert len(expected) == 20
     assert "sft" in losses or expected[0]["loss"] == pytest.approx(math.log(2))
     assert min(figures["loss"] for figures in expected) < expected[0]["loss"] - 0.04
@@ -192,7 +177,7 @@ def test_twenty_updates_equal_trl(pairs, start, losses, tmp_path):
         folder = tmp_path / f"{processes}-{size}"
         changes = {"data_dir": pairs, "micro_batch_size": size, "nll": losses.get("sft", 0)}
         changes |= {"loss_type": next(iter(losses))} | PARITY
-        flags = settings(start, folder, **changes)
+        flags = settings(tuned, folder, **changes)
         if processes == 1:
             run_recipe("chat_dpo", *flags)
         else:
@@ -216,12 +201,12 @@ def log_probabilities(model, tokens):
     return logs.gather(1, ids[1:, None])[counted[1:]].sum().item()
 
 
-def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, start, tmp_path):
+def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, tuned, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=pairs))
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "run", data_dir=pairs))
     model, reference = (
-        AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "run", start)
+        AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "run", tuned)
     )
     stream = TokenStream(pairs, "val")
     margins = []
@@ -247,10 +232,10 @@ def reference_of(data):
     return load_file(path)
 
 
-def test_the_reference_has_no_dropout_and_is_computed_once(file, start, tmp_path, monkeypatch):
+def test_the_reference_has_no_dropout_and_is_computed_once(file, tuned, tmp_path, monkeypatch):
     tables = []
     for name, dropout in (("a", 0.0), ("b", 0.5)):
-        flags = settings(start, tmp_path / name, data=file, dropout=dropout, max_steps=2)
+        flags = settings(tuned, tmp_path / name, data=file, dropout=dropout, max_steps=2)
         run_recipe("chat_dpo", *flags)
         [data] = (tmp_path / name).glob("data-*")
         tables.append(reference_of(data))
@@ -260,15 +245,15 @@ def test_the_reference_has_no_dropout_and_is_computed_once(file, start, tmp_path
         assert torch.equal(tables[0][split], tables[1][split])
     # Another run on the same pairs reads it.
     monkeypatch.setattr(Preferences, "compute", lambda *_: pytest.fail("computed again"))
-    run_recipe("chat_dpo", *settings(start, tmp_path / "c", data_dir=data, beta=0.1, max_steps=2))
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "c", data_dir=data, beta=0.1, max_steps=2))
 
 
-def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path):
+def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, tuned, tmp_path):
     data = tmp_path / "pairs"
     shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
     flags = {"data_dir": data, "eval_every": 2}
-    run_recipe("chat_dpo", *settings(start, tmp_path / "whole", **flags))
-    stopped = settings(start, tmp_path / "run", **flags)
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "whole", **flags))
+    stopped = settings(tuned, tmp_path / "run", **flags)
     run_recipe("chat_dpo", *stopped, "--max_hours", 1e-9)
     run_recipe("chat_dpo", *stopped)
     assert losses(metrics(tmp_path / "run")) == losses(metrics(tmp_path / "whole"))
@@ -277,7 +262,7 @@ def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, start, tmp_path
     path.write_bytes(good[:-5] + bytes([good[-5] ^ 1]) + good[-4:])
     with refused("missing or damaged"):
         run_recipe("chat_dpo", *stopped, "--max_steps", 10)
-    run_recipe("chat_dpo", *settings(start, tmp_path / "new", max_steps=1, **flags))
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "new", max_steps=1, **flags))
     assert path.read_bytes() == good  # computed again by a new run
     path.unlink()
     with refused("log-probabilities of the model that the run began from"):
@@ -296,10 +281,10 @@ KILLS = {
 
 
 @long
-def test_a_kill_at_each_stage_loses_nothing(file, start, tmp_path):
+def test_a_kill_at_each_stage_loses_nothing(file, tuned, tmp_path):
     run, uninterrupted = tmp_path / "run", tmp_path / "whole"
-    python(RECIPE, *settings(start, uninterrupted, data=file, max_steps=6))
-    flags = settings(start, run, data=file, max_steps=6)
+    python(RECIPE, *settings(tuned, uninterrupted, data=file, max_steps=6))
+    flags = settings(tuned, run, data=file, max_steps=6)
     for place, numbers in KILLS.items():
         for number in numbers:
             done = python(KILLING_SCRIPT, number, place, RECIPE, *flags, fails=True)
@@ -312,12 +297,12 @@ def test_a_kill_at_each_stage_loses_nothing(file, start, tmp_path):
     assert len(reference_of(data)) == 2
 
 
-def test_an_adapter_starts_from_the_reference_and_resumes(pairs, start, tmp_path):
+def test_an_adapter_starts_from_the_reference_and_resumes(pairs, tuned, tmp_path):
     pytest.importorskip("peft")
     changes = {"data_dir": pairs, "lora": 4, "lora_dropout": 0.1, "max_steps": 4, "eval_every": 0}
-    run_recipe("chat_dpo", *settings(start, tmp_path / "whole", **changes))
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "whole", **changes))
     changes["resume_from"] = tmp_path / "whole/checkpoint-2"
-    run_recipe("chat_dpo", *settings(start, tmp_path / "run", **changes))
+    run_recipe("chat_dpo", *settings(tuned, tmp_path / "run", **changes))
     lines = metrics(tmp_path / "whole")
     assert lines[0]["train/loss"] == pytest.approx(math.log(2)) != lines[1]["train/loss"]
     assert losses(metrics(tmp_path / "run")) == losses(lines)[2:]
@@ -327,16 +312,16 @@ def test_an_adapter_starts_from_the_reference_and_resumes(pairs, start, tmp_path
 # What does not belong together
 
 
-def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, start, tmp_path):
-    flags = settings(start, tmp_path / "run", data=file, max_steps=4)
+def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, tuned, tmp_path):
+    flags = settings(tuned, tmp_path / "run", data=file, max_steps=4)
     run_recipe("chat_dpo", *flags)
     before = contents(tmp_path / "run")
     changed = write_lines(tmp_path / "changed.jsonl", pair_rows(50))
     other = tmp_path / "other"
-    model = from_pretrained(start)
+    model = from_pretrained(tuned)
     with torch.no_grad():
         next(model.parameters()).mul_(1.01)
-    save_pretrained(model, other, load_tokenizer(start))
+    save_pretrained(model, other, load_tokenizer(tuned))
     for changes, words in [
         (("--data", changed), "has changed since the run"),
         (("--model", other, "--max_steps", 8), "a model with other weights"),
@@ -347,27 +332,16 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, sta
     assert contents(tmp_path / "run") == before
 
 
-def test_chat_data_and_pairs_are_not_confused(pairs, start, tmp_path):
-    file = write_lines(tmp_path / "chats.jsonl", chat_rows(24))
-    chats = tmp_path / "chats"
-    flags = ("chat", file, "--model", start, "--sequence_length", 128, "--data_dir", chats)
-    run_recipe("prepare_data", *flags)
-    with refused("holds no pairs"):
-        run_recipe("chat_dpo", *settings(start, tmp_path / "run", data_dir=chats))
-    with refused("holds pairs"):
-        run_recipe("chat_sft", "--data_dir", pairs, "--output_dir", tmp_path / "run")
-
-
 # Several processes and precisions
 
 
 @pytest.mark.parametrize("how", ["bf16", pytest.param("fsdp2", marks=long)])
-def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, start, tmp_path):
+def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, tuned, tmp_path):
     def flags(name, **changes):
         data = tmp_path / f"{name}-pairs"
         shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
         changes = PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6} | changes
-        return settings(start, tmp_path / name, **changes)
+        return settings(tuned, tmp_path / name, **changes)
 
     run_recipe("chat_dpo", *flags("fp32"))
     if how == "bf16":

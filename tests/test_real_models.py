@@ -3,7 +3,6 @@
 `MODELS` names a folder with `smollm2-135m-instruct/` and `gemma-3-270m/`, Hugging Face directories.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from conftest import losses, metrics, run_recipe, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from gpt2_accel import from_pretrained, save_pretrained
-from gpt2_accel.evals.hellaswag import HellaSwag
-from gpt2_accel.evals.items import read_items
 from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.runtime.files import digest
 from gpt2_accel.tokenizer import load_tokenizer
@@ -70,31 +67,6 @@ def test_greedy_answers_are_those_of_a_pipeline(name):
     assert done.text == expected[-1]["content"]
 
 
-def test_hellaswag_scores_each_choice_as_a_plain_loop_does():
-    """lm-evaluation-harness: the context without spaces at its end, a space, the ending."""
-    file = os.environ.get("HELLASWAG", "")
-    if not file:
-        pytest.skip("HELLASWAG names a file of items")
-    items = read_items(file)[:40]
-    ours, tokenizer = load(str(SMOLLM2))
-    theirs = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
-    task = HellaSwag(items, tokenizer, ours.config)
-    for item, question in zip(items, task.questions, strict=True):
-        context = item.fields["ctx"]
-        for ending, row in zip(item.fields["endings"], question, strict=True):
-            own = tokenizer(context.rstrip(), add_special_tokens=False)["input_ids"]
-            whole = tokenizer(f"{context} {ending}", add_special_tokens=False)["input_ids"]
-            assert row.ids[row.context - len(own) :] == whole
-            with torch.no_grad():
-                ids = torch.tensor([row.ids])
-                logs = theirs(ids).logits[0, :-1].log_softmax(-1)
-                expected = logs.gather(1, ids[0, 1:, None])[row.context - 1 :].sum()
-                targets = ids[:, 1:].clone()
-                targets[:, : row.context - 1] = -100
-                nats = ours(ids[:, :-1], targets, reduction="none").sum()
-            assert -nats.item() == pytest.approx(expected.item(), abs=1e-3)
-
-
 def rows(count):
     """Conversations about invented places."""
     return [
@@ -123,18 +95,6 @@ def test_chat_fine_tuning(lora, tmp_path):
         ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
         with torch.no_grad():
             torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=2e-3)
-
-
-def test_the_loss_counts_the_answer_and_the_end_of_its_turn(tmp_path):
-    file = write_lines(tmp_path / "rows.jsonl", rows(20))
-    flags = ("--model", SMOLLM2, "--sequence_length", 128, "--data_dir", tmp_path / "data")
-    run_recipe("prepare_data", "chat", file, *flags)
-    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
-    counted = 0
-    for row in rows(20):
-        counted += len(tokenizer(row["completion"] + "<|im_end|>")["input_ids"])
-    assert sum(split["counted"] for split in manifest["splits"].values()) == counted
 
 
 def test_preference_training_raises_the_margin(tmp_path):

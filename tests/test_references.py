@@ -110,8 +110,7 @@ def test_a_batch_ramp_equals_a_plain_loop_on_any_number_of_processes(
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}],
+    "settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}]
 )
 def test_samples_follow_the_distribution_of_transformers_processors(settings):
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | settings

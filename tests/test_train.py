@@ -10,12 +10,11 @@ from conftest import assert_status, losses, refused, reset_accelerate, run
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained
 from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.data.loader import Windows
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.models.gpt2 import Block
-from gpt2_accel.tokenizer import char_tokenizer
 from gpt2_accel.train import train
 
 # The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
@@ -122,10 +121,6 @@ def test_training_starts_from_an_hf_gpt2(tiny, tmp_path):
     for change in ({"sequence_length": 128}, {"architecture": "qwen3"}):
         with refused("|".join(change) + "|n_layer"):
             run(replace(config, output_dir=str(tmp_path / "new"), **change))
-    characters = char_tokenizer("".join(map(chr, range(1000, 1257))))
-    save_pretrained(from_pretrained(tmp_path / "hf"), tmp_path / "other", characters)
-    with refused("another tokenizer"):
-        run(replace(config, output_dir=str(tmp_path / "new"), init_from=str(tmp_path / "other")))
 
 
 def test_without_a_cpp_compiler_it_runs_uncompiled_with_a_warning(tiny, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """The benchmarks, and the pages' tables and figures of their results."""
 
-import json
 import re
 import shutil
 import sys
@@ -47,18 +46,6 @@ def test_the_pages_have_the_tables_of_the_results_that_are_there(tmp_path, monke
         assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
     with refused(r"has no none\.json: measure it first"):
         table.section("none")
-
-
-def test_a_comparison_of_one_round_is_not_in_the_readme(tmp_path):
-    [result, _] = read_results("gpt2")
-    once = [row for row in result["rows"] if row["name"] == "HF Trainer"]
-    for row in once:
-        row["speed_up"] = measure.summary([1.6])
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/gpt2.json").write_text(json.dumps(result))
-    shown = table.headline(tmp_path)
-    assert "nanoGPT's loop" in shown
-    assert "HF Trainer" not in shown
 
 
 @pytest.mark.parametrize("name", ["gpt2_fp32", "baby", "shakespeare", "chat_quickstart"])

@@ -91,6 +91,7 @@ def trajectory(conversations, tmp_path, monkeypatch):
     return lambda precision: gpu_checks.trajectory(tmp_path, precision)
 
 
+@long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_beyond_the_tolerance_of_each_precision(mistake, trajectory, monkeypatch):
     function, right, wrong = MISTAKES[mistake]

@@ -18,10 +18,7 @@ from conftest import (
     weights_digest,
 )
 
-from gpt2_accel.checkpoint.find import (
-    find_corruption,
-    list_checkpoints,
-)
+from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
 from gpt2_accel.checkpoint.writer import CheckpointWriter
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prepare import prepare

@@ -3,14 +3,11 @@
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 
 from conftest import refused, run, status
 
-from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
-from gpt2_accel.checkpoint.writer import CheckpointWriter
-from gpt2_accel.runtime.log import RunLog
+from gpt2_accel.checkpoint.find import list_checkpoints
 
 
 def names(folder):
@@ -50,29 +47,6 @@ def test_checkpoints_of_an_earlier_run_are_not_overwritten(tiny, tmp_path):
     for resume_from in (None, str(tmp_path / "checkpoint-4")):
         with refused("holds checkpoint-8 of an earlier run"):
             run(tiny(resume_from=resume_from))
-
-
-def test_training_continues_while_a_checkpoint_is_written(tiny, tmp_path, monkeypatch):
-    gate = threading.Event()
-    write = CheckpointWriter._write
-    monkeypatch.setattr(CheckpointWriter, "_write", lambda *args: gate.wait(20) and write(*args))
-    seen = []
-    advance = RunLog.advance
-
-    def watched(log, step):
-        seen.append((step, names(tmp_path)))
-        if step == 8:
-            gate.set()
-        advance(log, step)
-
-    monkeypatch.setattr(RunLog, "advance", watched)
-    lines = run(tiny(save_every=4, eval_every=1))
-    assert (8, []) in seen  # four more updates were done before the first checkpoint was written
-    assert names(tmp_path) == ["checkpoint-4", "checkpoint-8"]
-    for step, path in zip((4, 8), list_checkpoints(tmp_path), strict=True):
-        assert find_corruption(path) is None
-        loss = lines[step - 1]["val/loss"]  # not of a later one
-        assert f"| val/loss | {loss:.4f} |" in (path / "README.md").read_text()
 
 
 def test_the_metrics_of_a_checkpoint_are_on_disk_before_it_has_its_name(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import reset_accelerate
+from conftest import long, reset_accelerate
 from launching import launch, launched, python
 
 from gpt2_accel.runtime import accelerator, cores, device
@@ -22,6 +22,7 @@ def test_the_launcher_prints_only_the_error_message():
     assert done.stderr == f"{MISTAKE}\n"
 
 
+@long
 def test_the_launcher_of_several_processes_prints_the_message_first_and_in_its_report():
     done = launch("recipes/quickstart.py", "--max_steps", 0, processes=2, launcher=True, fails=True)
     assert done.stdout == ""

@@ -22,16 +22,13 @@ from gpt2_accel.data.conversations import (
     prepare_conversations,
 )
 from gpt2_accel.data.conversations import UNMARKED as NOT_MARKED
-from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.data.messages import Problem, read_messages
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import (
-    COUNTS,
-    STARTS,
-    TOKEN_ID,
-)
+from gpt2_accel.data.shards import COUNTS, STARTS, TOKEN_ID
 from gpt2_accel.data.source import open_data, verify_data
+from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
 ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text())
@@ -54,18 +51,6 @@ def test_unusable_rows_are_left_out(case):
 def answered(**changes):
     """Returns a row whose answer has the given fields."""
     return {"messages": [ASKED[0], ASKED[1] | changes]}
-
-
-@pytest.mark.parametrize("weight", ["0", 0.5, -1, float("nan"), ""])
-def test_a_weight_other_than_0_or_1_is_refused(weight):
-    with refused("here, .*weight"):
-        read_messages(answered(weight=weight), "here")
-
-
-@pytest.mark.parametrize("label", ["maybe", "", 2, [False]])
-def test_a_label_that_is_not_true_or_false_is_refused(label):
-    with refused("here, has a label"):
-        read_messages({"prompt": "Why?", "completion": "So.", "label": label}, "here")
 
 
 def prepared(chat_base, folder, rows=None, template=None, tokenizer=None, **options):
@@ -329,8 +314,9 @@ def update_of(model, folder, world_size, micro_batch_size):
 
 
 def test_the_loss_of_conversations_and_text_is_the_mean_over_all_counted_targets(
-    chat_base, tmp_path
+    accelerator, chat_base, tmp_path
 ):
+    """In training on any number of ranks, and in validation."""
     prepared(chat_base, tmp_path, chat_rows(60))
     text, folder = tmp_path / "text", tmp_path / "mixed"
     texts = [make_text(100, seed) for seed in range(9)]
@@ -348,3 +334,12 @@ def test_the_loss_of_conversations_and_text_is_the_mean_over_all_counted_targets
     for world_size, size in ((1, 12), (1, 1), (2, 2), (3, 4)):
         loss = update_of(model, folder, world_size, size)
         assert loss == pytest.approx(expected.item(), abs=1e-5)
+    val = open_data(folder).split("val")
+    evaluated = EvalLoader(val, sequence_length=64, batch_size=2, max_tokens=10**6)
+    nats = tokens = 0
+    for input_ids, targets, documents, *_ in evaluated:
+        logits = model(input_ids, documents=documents).flatten(0, 1)
+        nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
+        tokens += (targets != -100).sum().item()
+    found = validation_loss(accelerator, model, loader=evaluated)["val/loss"]
+    assert found == pytest.approx(nats / tokens)

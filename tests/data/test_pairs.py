@@ -36,17 +36,6 @@ def pair(prompt="Why?", chosen="So.", rejected="No.", **others):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | others
 
 
-@pytest.mark.parametrize("row", [{"text": "x"}, {"prompt": "Why?", "chosen": "So."}, ["So."], None])
-def test_a_row_that_is_not_a_pair_is_refused(row):
-    with refused("here, is not a pair of answers"):
-        read_pair(row, "here")
-
-
-def test_a_pair_without_a_prompt_is_refused():
-    with refused("here, has no prompt"):
-        read_pair({"system": "Be kind.", "chosen": "So.", "rejected": "No."}, "here")
-
-
 def prepared(chat_base, folder, rows, **options):
     """Writes the shards of pairs; returns the manifest."""
     file = write_lines(folder / "pairs.jsonl", rows)
@@ -115,3 +104,5 @@ def test_the_command_prepares_pairs(chat_base, tmp_path):
         run_recipe("prepare_data", *flags, "--cut", "--data_dir", tmp_path / "other")
     with refused("pairs"):
         write_mixture(tmp_path / "mixed", {str(tmp_path / "data"): 1})
+    with refused("holds pairs"):
+        run_recipe("chat_sft", "--data_dir", tmp_path / "data", "--output_dir", tmp_path / "run")

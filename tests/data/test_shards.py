@@ -50,11 +50,6 @@ def loader(data_dir, **changes):
     return TrainLoader(open_data(data_dir).split("train"), **options)
 
 
-def test_a_split_shorter_than_a_sequence_is_refused(data_dir):
-    with refused("'train', holds .* too few"):
-        loader(data_dir, sequence_length=10**6)
-
-
 # Shards
 
 

@@ -4,18 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import (
-    contents,
-    make_text,
-    refused,
-    run,
-    tiny_config,
-    write_lines,
-)
+from conftest import contents, make_text, refused, run, tiny_config, write_lines
 
-from gpt2_accel.data.shards import (
-    TokenStream,
-)
+from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.data.third_party import import_tokens
 from gpt2_accel.tokenizer import save_tokenizer, train_bpe
@@ -27,10 +18,6 @@ def llmc(tokens, magic=20240520, version=1):
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens)
     return header.tobytes() + tokens.tobytes()
-
-
-def headerless(ids):
-    return {"train.bin": ids[:4000].tobytes(), "val.bin": ids[4000:].tobytes()}
 
 
 def with_headers(ids):
@@ -58,7 +45,10 @@ def imported(source, data_dir):
 
 @pytest.mark.parametrize(
     ("files", "ids"),
-    [(headerless(SHOUTS), SHOUTS), (with_headers(TOKENS), TOKENS)],
+    [
+        ({"train.bin": SHOUTS[:4000].tobytes(), "val.bin": SHOUTS[4000:].tobytes()}, SHOUTS),
+        (with_headers(TOKENS), TOKENS),
+    ],
     ids=["nanoGPT", "llm.c"],
 )
 def test_token_files_of_other_trainers_are_imported(tmp_path, files, ids):

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import refused
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.evals import chat
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.items import Item
-from gpt2_accel.generation.sampling import Completion, user_turn
+from gpt2_accel.generation.sampling import Completion
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
 SHAPE = GPTConfig(259, n_positions=128, n_layer=1, n_head=1, n_embd=8)
@@ -82,17 +81,3 @@ def test_empty_answers_that_end_are_exact(accelerator, tokenizer):
         model.wte.weight[258] = 1
     results = build_chat([{"prompt": "Why?", "answer": ""}], tokenizer)(accelerator, model)
     assert results == {"chat/exact_match": 1.0, "chat/stop_rate": 1.0}
-
-
-def test_bad_items_are_refused(tokenizer):
-    for item, message in [
-        ({"prompt": "x"}, "item 0 has no field 'answer'"),
-        (
-            {"prompt": "a" * 200, "answer": "x"},
-            "219 tokens; with an answer the model's positions allow 127",
-        ),
-        ({"prompt": user_turn(None), "answer": "x"}, "without text"),
-        ({"prompt": user_turn([{"type": "image"}]), "answer": "x"}, "not supported"),
-    ]:
-        with refused(message):
-            build_chat([item], tokenizer)

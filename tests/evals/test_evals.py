@@ -7,19 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from conftest import (
-    chat_rows,
     hellaswag_items,
     losses,
     make_text,
     randomized,
     read_json,
-    reset_accelerate,
     run,
     run_recipe,
     tiny_config,
-    write_lines,
 )
 from families import family_model, own_tokenizer
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -51,10 +47,6 @@ def build_hellaswag(items: list[dict]) -> HellaSwag:
     """Returns the evaluation of a byte-level model of 64 positions on these items."""
     numbered = [Item(f"item {number}", item) for number, item in enumerate(items)]
     return HellaSwag(numbered, byte_tokenizer(), SHAPE)
-
-
-def build_text(text: str, stride: int | None = None) -> TextPerplexity:
-    return TextPerplexity([Item("a.txt", {"text": text})], byte_tokenizer(), SHAPE, stride)
 
 
 @torch.no_grad()
@@ -98,7 +90,8 @@ def test_hellaswag_equals_a_plain_loop_over_transformers(accelerator, models):
 def test_text_perplexity_equals_a_plain_loop_at_each_stride(accelerator, models, stride):
     model, hf = models
     text = make_text(45, 0)
-    results = build_text(text, stride)(accelerator, model)
+    items = [Item("a.txt", {"text": text})]
+    results = TextPerplexity(items, byte_tokenizer(), SHAPE, stride)(accelerator, model)
     ids = [256, *text.removesuffix("\n").encode()]
     nats = []
     start = 1
@@ -141,24 +134,6 @@ def test_the_validation_loss_has_a_standard_error_over_windows(accelerator, mode
     expected = losses.std().item() / math.sqrt(10)
     assert results["val/loss_stderr"] == pytest.approx(expected, rel=1e-3)
     assert validation_loss(accelerator, model, lambda: True, loader=loader) == {}
-
-
-@torch.no_grad()
-def test_the_loss_of_conversations_is_the_mean_over_the_tokens_of_answers(chat_base, tmp_path):
-    write_lines(tmp_path / "rows.jsonl", chat_rows(60))
-    flags = "--model", chat_base, "--sequence_length", 64, "--data_dir", tmp_path / "data"
-    run_recipe("prepare_data", "chat", tmp_path / "rows.jsonl", *flags)
-    reset_accelerate()
-    model = GPT(GPTConfig(259, n_positions=64, n_layer=1, n_head=2, n_embd=32))
-    val = open_data(tmp_path / "data").split("val")
-    loader = EvalLoader(val, sequence_length=64, batch_size=2, max_tokens=10**6)
-    results = validation_loss(Accelerator(cpu=True), model, loader=loader)
-    nats = tokens = 0
-    for input_ids, targets, documents, *_ in loader:
-        logits = model(input_ids, documents=documents).flatten(0, 1)
-        nats += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
-        tokens += (targets != -100).sum().item()
-    assert results["val/loss"] == pytest.approx(nats / tokens)
 
 
 def test_scores_are_without_dropout_and_a_stop_restores_the_training_mode(accelerator):

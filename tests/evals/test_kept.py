@@ -6,22 +6,9 @@ from conftest import LONG, chat_rows, metrics, run_recipe, write_lines
 from launching import launch, sharded
 from transformers import AutoModelForCausalLM
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained
 from gpt2_accel.evals import kept
 from gpt2_accel.tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tuned(chat_model, tmp_path_factory):
-    """The chat model with other weights."""
-    torch.manual_seed(1)
-    model = from_pretrained(chat_model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)
-    folder = tmp_path_factory.mktemp("kept") / "tuned"
-    save_pretrained(model, folder, load_tokenizer(chat_model))
-    return folder
 
 
 def reference(directory, texts):

@@ -15,7 +15,7 @@ from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.generation import kv_cache
 from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tokens
 from gpt2_accel.models.qwen3 import Qwen3Config
-from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
+from gpt2_accel.tokenizer import byte_tokenizer
 
 RAGGED = [[1, 2, 3], [200, 100, 7, 9, 12, 40, 41], [5]]
 KINDS = {
@@ -151,13 +151,6 @@ def test_stream_holds_back_partial_characters_and_stop_strings(monkeypatch):
     assert texts[-1] == "a€ STOR"
     assert not any("\ufffd" in text for text in texts)
     assert write(max_new_tokens=2)[-1] == [("a\ufffd", "length")] * 2
-
-
-def test_empty_prompt_needs_an_end_of_text_token(model):
-    sampling = Sampling(5, num_samples=2)
-    assert len(complete(model, byte_tokenizer(), [""], sampling)) == 2
-    with refused("give a prompt"):
-        complete(model, char_tokenizer("abc"), [""], sampling)
 
 
 def test_load_refuses_a_missing_or_larger_tokenizer(tmp_path):

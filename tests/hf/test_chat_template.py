@@ -69,11 +69,16 @@ def instruct_model(family, folder):
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_instruct_models_keep_their_templates(family, tmp_path):
+def test_instruct_models_keep_their_templates_and_have_the_labels_of_sft_trainer(
+    family, tmp_path, monkeypatch
+):
     template, counted = instruct_model(family, tmp_path / "base")
     tokenizer = chat_tokenizer(tmp_path / "base")
     ids, counts = conversation_tokens(tokenizer, MESSAGES)
     assert tokenizer.decode(ids[counts]) == counted
+    [row] = by_sft_trainer(tmp_path / "base", [{"messages": MESSAGES}], tmp_path, monkeypatch)
+    assert row["input_ids"] == ids.tolist()
+    assert row["labels"] == np.where(counts, ids, -100).tolist()
     end = TEMPLATES[family][0][-1]
     assert tokenizer.eos_token == end
     assert tokenizer.chat_template == template
@@ -103,15 +108,6 @@ def by_sft_trainer(base, rows, tmp_path, monkeypatch):
         processing_class=load_tokenizer(base),
     )
     return list(trainer.train_dataset)
-
-
-@pytest.mark.parametrize("family", TEMPLATES)
-def test_labels_are_those_of_sft_trainer(family, tmp_path, monkeypatch):
-    instruct_model(family, tmp_path / "base")
-    [row] = by_sft_trainer(tmp_path / "base", [{"messages": MESSAGES}], tmp_path, monkeypatch)
-    ids, counts = conversation_tokens(chat_tokenizer(tmp_path / "base"), MESSAGES)
-    assert row["input_ids"] == ids.tolist()
-    assert row["labels"] == np.where(counts, ids, -100).tolist()
 
 
 def call(city):
@@ -305,10 +301,7 @@ UNTIED = {"n_kv_head": 1, "head_dim": 8, "n_inner": 32, "tied": False}
 
 @pytest.mark.parametrize(
     "config, known",
-    [
-        (GPTConfig(384, **SIZES), 384),
-        (LlamaConfig(300, **SIZES, **UNTIED), 290),
-    ],
+    [(GPTConfig(384, **SIZES), 384), (LlamaConfig(300, **SIZES, **UNTIED), 290)],
     ids=["grows", "rows beyond the tokenizer, untied"],
 )
 def test_new_embeddings_are_the_mean_of_the_known_ones(config, known):

@@ -2,25 +2,15 @@
 
 import json
 import re
-import shutil
-import time
-from dataclasses import replace
-from types import SimpleNamespace
+import threading
 
 import huggingface_hub
 import huggingface_hub.constants
 import pytest
-from conftest import (
-    as_flags,
-    hellaswag_items,
-    long,
-    losses,
-    metrics,
-    run,
-)
+from conftest import as_flags, hellaswag_items, long, losses, metrics, reset_accelerate, run
 from datasets import Dataset
 from hub_server import TOKEN, Hub
-from launching import ROOT, python
+from launching import ROOT, python, wait_for
 from test_commands import BASELINES, ON_HUB, prepare_folder, run_command
 
 from gpt2_accel import save_pretrained
@@ -29,8 +19,8 @@ from gpt2_accel.evals.items import FILE, HELLASWAG
 from gpt2_accel.hf import hub as hub_module
 from gpt2_accel.hf.chat_template import chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
-from gpt2_accel.pushes import Pushes
 from gpt2_accel.tokenizer import byte_tokenizer
+from gpt2_accel.train import train
 
 SCRIPT = "tests/train_script.py"
 REPO = "user/name"
@@ -217,30 +207,24 @@ def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_pat
     assert {f"last-checkpoint/{path}" for path in sent} < files.keys()
 
 
-def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here, tmp_path):
-    config = tiny("run", save_every=2, keep_last=9)
-    run(config)
-    checkpoints = [tmp_path / f"run/checkpoint-{step}" for step in (2, 4, 6, 8)]
+def test_uploads_run_in_the_background_and_skip_outdated_checkpoints(tiny, here, capsys):
+    """Of five saves the first is sent, although its checkpoint is removed meanwhile, and the last.
+
+    The Hub answers after the last save.
+    """
+
+    class Gate:
+        def on_step_end(self, run, skipped):
+            if run.step == 5:
+                wait_for(lambda: here.requests)
+
+        def on_train_end(self, run, finished):
+            assert "uploaded" not in capsys.readouterr().out
+            threading.Timer(1, here.gate.set).start()
+
     here.gate.clear()  # commits wait
-    lines = []
-    pretended = SimpleNamespace(
-        config=replace(config, push_to_hub=REPO),
-        run_dir=tmp_path / "run",
-        stop=SimpleNamespace(seconds_left=1.0),
-        log=SimpleNamespace(print_line=lines.append),
-        accelerator=SimpleNamespace(is_main_process=True),
-    )
-    with Pushes() as pushes:
-        pushes.on_train_begin(pretended)
-        start = time.monotonic()
-        for path in checkpoints:
-            pushes.on_save(pretended, path)
-            while not here.requests:  # until the first upload has started
-                time.sleep(0.01)
-        assert time.monotonic() - start < 2
-        assert not any("uploaded" in line for line in lines)
-        for path in checkpoints:  # removed during the upload
-            shutil.rmtree(path)
-        here.gate.set()
-    assert len(here.repos[REPO]["commits"]) == 3  # creation, first and last checkpoint
-    assert sum("uploaded" in line for line in lines) == 2
+    reset_accelerate()
+    settings = {"save_every": 2, "keep_last": 1, "hub_strategy": "every_save"}
+    train(tiny("run", push_to_hub=REPO, **settings), callbacks=[Gate()])
+    assert len(here.repos[REPO]["commits"]) == 3  # one is the creation
+    assert capsys.readouterr().out.count("uploaded to") == 2

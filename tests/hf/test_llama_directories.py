@@ -7,10 +7,7 @@ import pytest
 import torch
 from conftest import losses, make_text, read_json, refused, run, run_recipe, tiny_config
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.data.prepare import prepare
@@ -142,13 +139,13 @@ def smollm2_tokenizer(bpe):
 
 
 @pytest.fixture
-def more_rows(architecture, tmp_path):
+def more_rows(tmp_path):
     """A directory that transformers wrote: 300 rows, and a tokenizer of 280 tokens."""
     bpe = train_bpe([make_text(200, 0)], 278).backend_tokenizer
     tokenizer = smollm2_tokenizer(bpe)
     assert len(tokenizer) == 280
     tokenizer.save_pretrained(tmp_path / "theirs")
-    config = KINDS[architecture](300, 64, **SHAPE)
+    config = Qwen3Config(300, 64, **SHAPE)
     random_hf(config, tokenizer.eos_token_id).save_pretrained(tmp_path / "theirs")
     return tmp_path / "theirs"
 

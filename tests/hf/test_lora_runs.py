@@ -20,7 +20,7 @@ from conftest import (
     write_lines,
 )
 from families import save_family
-from launching import launch
+from launching import EAGER, launch
 from safetensors.torch import load_file, save_file
 from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -120,30 +120,6 @@ def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(c
     before = logits(from_pretrained(start / "base"))
     assert (expected[..., :257] - before).abs().max() > 1e-3
     assert "lm_head.weight" not in load_file(chat_run / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def stopped(start):
-    """The folder of a run of two updates whose base has all tokens of its template."""
-    base = padded_by_its_end(start / "base", start / "stop")
-    given = [f"--model={base}", f"--data={start / 'rows.jsonl'}", "--max_steps=2"]
-    run_recipe("chat_sft", *flags(start / "stopped", sequence_length=64), *given)
-    return start / "stopped"
-
-
-def test_an_adapter_without_new_tokens_opens_as_it_is(stopped, start):
-    adapter = stopped / "adapter"
-    card = (adapter / "README.md").read_text()
-    assert "resize" not in card
-    assert "n_layer: 2" in card  # the default is 12
-    assert "n_positions: 128" in card
-    expected = logits(AutoModelForCausalLM.from_pretrained(stopped))
-    base = AutoModelForCausalLM.from_pretrained(start / "stop")
-    for model in (
-        AutoModelForCausalLM.from_pretrained(adapter),
-        peft.PeftModel.from_pretrained(base, adapter),
-    ):
-        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
 
 
 def test_a_run_of_0_5_whose_padding_has_a_row_goes_on(start, tmp_path, monkeypatch):
@@ -289,10 +265,7 @@ def test_an_adapter_names_the_commit_of_a_base_on_the_hub(start, tmp_path, tiny,
 
 @pytest.mark.parametrize(
     ("kind", "dtype", "changes"),
-    [
-        ("mixtral", "float32", {}),
-        ("smollm3", "bfloat16", {"tie_word_embeddings": False}),
-    ],
+    [("mixtral", "float32", {}), ("smollm3", "bfloat16", {"tie_word_embeddings": False})],
 )
 def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     kind, dtype, changes, tiny, tmp_path
@@ -345,9 +318,14 @@ def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_pat
     second = flags(tmp_path / "second", init_from=tmp_path / "first/adapter", **changes)
     run_recipe("finetune_shakespeare", *given, *second)
     assert losses(metrics(tmp_path / "second"))[0] < losses(metrics(tmp_path / "first"))[0]
-    actual = logits(from_pretrained(tmp_path / "second/adapter"))
-    expected = logits(from_pretrained(tmp_path / "second"))
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    openers = {"first": AutoModelForCausalLM.from_pretrained, "second": from_pretrained}
+    for name, opened in openers.items():
+        actual = logits(opened(tmp_path / name / "adapter"))
+        expected = logits(from_pretrained(tmp_path / name))
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    card = (tmp_path / "first/adapter/README.md").read_text()
+    assert "resize" not in card
+    assert "n_layer: 2" in card  # the default is 12
 
 
 @long
@@ -364,8 +342,7 @@ def test_an_adapter_trains_on_two_processes_as_on_one(
 
     def trained(name, processes, script, config, **changes):
         args = [f"tests/{script}.py", *flags(tmp_path / name, **given, **changes)]
-        eager = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-        done = launch(*eager, *args, processes=processes, config=config)
+        done = launch(*EAGER, *args, processes=processes, config=config)
         assert ("sharded by FSDP2" in done.stdout) is (script == "fsdp_script")
         return load_file(tmp_path / name / "adapter" / ADAPTER)
 

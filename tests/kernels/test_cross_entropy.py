@@ -28,12 +28,7 @@ class Result(NamedTuple):
     grad_weight: torch.Tensor
 
 
-CHUNKED = [
-    Case(True, "mean"),
-    Case(True, "none"),
-    Case(True, "mean", CAP),
-    Case(True, "none", CAP),
-]
+CHUNKED = [Case(True, "mean"), Case(True, "none"), Case(True, "mean", CAP), Case(True, "none", CAP)]
 PLAIN = [Case(False, "mean"), Case(False, "none", CAP)]
 
 

@@ -1,6 +1,5 @@
 """Classes of `transformers` for which the package has no module: opened, trained and saved."""
 
-import json
 import os
 import re
 
@@ -13,21 +12,19 @@ from conftest import (
     losses,
     make_text,
     metrics,
-    refused,
     run,
     run_recipe,
     weights_digest,
     write_lines,
 )
 from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
-from launching import launch
+from launching import EAGER, launch
 from test_references import PEAK, plain_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.generation.sampling import Sampling, tokens
-from gpt2_accel.hf.convert import read_config
 from gpt2_accel.models import any_model
 from gpt2_accel.models.any_model import AnyConfig, AnyModel, documents_cross
 from gpt2_accel.optim import hidden_matrices
@@ -65,8 +62,7 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
 
     def several(name, config, script, **changes):
         flags = as_flags(tiny(name, **settings, **changes))
-        eager = ("--mixed_precision", "no", "--dynamo_backend", "no")
-        launch(*eager, script, *flags, processes=2, config=config)
+        launch(*EAGER, script, *flags, processes=2, config=config)
         return losses(metrics(tmp_path / name))
 
     ddp = several("ddp", "8xa100", "tests/train_script.py")
@@ -76,25 +72,6 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     from_sharded = str(tmp_path / "fsdp/checkpoint-4")
     back = several("back", "8xa100", "tests/train_script.py", resume_from=from_sharded)
     assert back == pytest.approx(ddp[4:], abs=1e-4)
-
-
-QUANTIZED = {"model_type": "olmo2", "quantization_config": {"quant_method": "gptq", "bits": 4}}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"model_type": "roberta"}, "RobertaForCausalLM sees later tokens"),
-        ({"model_type": "gemma3"}, "multimodal"),
-        ({"model_type": "t5"}, "t5 is not a causal language model"),
-        (QUANTIZED, "quantized"),
-        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "remote code"),
-    ],
-)
-def test_a_config_that_cannot_be_trained_is_refused(values, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with refused(message):
-        read_config(tmp_path)
 
 
 ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

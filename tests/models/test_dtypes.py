@@ -12,9 +12,7 @@ from gpt2_accel import from_pretrained
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.source import open_data
-from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import Row, log_likelihoods
-from gpt2_accel.evals.perplexity import TextPerplexity
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.hf.lora import add_lora, set_dtype
 from gpt2_accel.kernels import cross_entropy
@@ -22,7 +20,6 @@ from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig
 from gpt2_accel.preferences import Preferences
 from gpt2_accel.runtime.accelerator import clip_gradients
-from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import next_token_loss
 
 pytestmark = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -77,12 +74,6 @@ def test_evaluations(trained, data_dir, accelerator, dtype):
     expected = torch.cat([nats(model, b.input_ids, b.targets) for b in batches]).mean().item()
     found = validation_loss(accelerator, model, loader=EvalLoader(split, **sizes))
     assert found["val/loss"] == pytest.approx(expected, rel=1e-6)
-
-    text = [Item("a.txt", {"text": "the cat sees a dog. " * 3})]
-    ids = torch.tensor([[256, *text[0].fields["text"].encode()]])
-    expected = nats(model, ids[:, :-1], ids[:, 1:]).mean().item()
-    found = TextPerplexity(text, byte_tokenizer(), model.config)(accelerator, model)
-    assert found["text/loss"] == pytest.approx(expected, rel=1e-6)
 
     ids, targets = torch.randint(256, (2, 1, 40))
     logs = -nats(model, ids.view(2, 20), targets.view(2, 20)).sum(dim=1)

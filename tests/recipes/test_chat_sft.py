@@ -18,7 +18,6 @@ from launching import launch, python
 from transformers import pipeline
 
 from gpt2_accel.runtime.files import read_json_lines
-from gpt2_accel.tokenizer import byte_tokenizer
 
 RECIPE = "recipes/chat_sft.py"
 
@@ -135,13 +134,9 @@ def test_one_command_prepares_a_file_and_trains_and_knows_it_the_next_time(chat_
     assert (data / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_data_of_another_length_or_tokenizer_is_refused(chat_data, chat_base, tmp_path):
+def test_data_of_another_length_and_pairs_are_not_confused(chat_data, chat_base, tmp_path):
     flags = ("--output_dir", tmp_path / "run", "--data_dir")
     with refused("windows of 128 tokens, not 64"):
         run_recipe("chat_sft", *flags, chat_data, "--sequence_length", 64)
-    other = shutil.copytree(chat_base, tmp_path / "other")
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["<|mine|>"])
-    tokenizer.save_pretrained(other)
-    with refused("another tokenizer"):
-        run_recipe("chat_sft", *flags, chat_data, "--init_from", other)
+    with refused("holds no pairs"):
+        run_recipe("chat_dpo", *flags, chat_data, "--model", chat_base)

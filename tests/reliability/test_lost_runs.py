@@ -23,14 +23,7 @@ from conftest import (
     tiny_config,
     weights_digest,
 )
-from interrupted import (
-    KILLING_SCRIPT,
-    SCRIPT,
-    killed_before_each,
-    last_step,
-    log_of,
-    start,
-)
+from interrupted import KILLING_SCRIPT, SCRIPT, killed_before_each, last_step, log_of, start
 from launching import ROOT, launch, python, wait_for
 
 from gpt2_accel.callbacks import Evaluations
@@ -269,8 +262,7 @@ def test_a_run_whose_shard_is_truncated_saves_and_names_it(split, data_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("rate", "changes"),
-    [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e39, {})],
+    ("rate", "changes"), [(1e30, {"eval_every": 2, "eval_tokens": 64}), (1e39, {})]
 )
 def test_a_diverged_model_is_not_saved_as_the_result(tiny, rate, changes, tmp_path):
     settings = {"max_steps": 1, "learning_rate": rate, "warmup_steps": 0} | changes

@@ -25,14 +25,7 @@ from conftest import (
     write_lines,
 )
 from families import save_family
-from interrupted import (
-    KILLING_SCRIPT,
-    SCRIPT,
-    finish,
-    killed_before_each,
-    last_step,
-    start,
-)
+from interrupted import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start
 from launching import ROOT, python
 
 import gpt2_accel.lifecycle as lifecycle

@@ -93,11 +93,7 @@ def test_everything_is_synced_to_disk_before_it_gets_its_name(tmp_path, monkeypa
     assert tmp_path.stat().st_ino in synced
 
 
-def save_weights(path, tensors):
-    save_file(tensors, path)
-
-
-@pytest.mark.parametrize("write", [save_weights, write_file])
+@pytest.mark.parametrize("write", [lambda path, tensors: save_file(tensors, path), write_file])
 def test_an_error_of_the_disk_is_an_oserror_that_names_its_file(write, small_disk):
     path = small_disk(1) / "new"
     content = bytes(2**21) if write is write_file else {"a": torch.zeros(2**19)}

@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
-    as_flags,
-    long,
-    losses,
-    metrics,
-    reset_accelerate,
-    tiny_config,
-)
+from conftest import as_flags, long, losses, metrics, reset_accelerate, tiny_config
 from launching import allow_fsdp_on_cpus, launch, launch_flags, launched
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -202,11 +202,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("family", "precision", "error"),
-    [
-        ("", "no", 0.02),
-        ("", "bf16", 0.02),
-        ("mixtral", "bf16", 0.15),
-    ],
+    [("", "no", 0.02), ("", "bf16", 0.02), ("mixtral", "bf16", 0.15)],
 )
 def test_the_dry_runs_activation_memory_is_what_autograd_saves(family, precision, error):
     config = GPTConfig(500, n_positions=64, n_layer=3, n_head=2, n_embd=64)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import assert_status, metrics, read_json, run
+from conftest import assert_status, metrics, run, status
 from torch.distributed import DistError
 
 import gpt2_accel.setup as building
@@ -40,9 +40,8 @@ def test_heartbeats_continue_during_a_long_update(tiny, tmp_path, monkeypatch, b
     assert read_status(tmp_path) == after
 
 
-def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
-    run(tiny())
-    written = read_json(tmp_path / "status.json") | {"state": "running"}
+def test_a_run_without_heartbeat_counts_as_killed(trained, tmp_path):
+    written = status(trained) | {"state": "running"}
 
     def status_after(silent):
         changed = {"time": (datetime.now(UTC) - silent).isoformat(timespec="seconds")}
@@ -52,7 +51,7 @@ def test_a_run_without_heartbeat_counts_as_killed(tiny, tmp_path):
     assert status_after(SILENCE / 2)["state"] == "running"
     killed = status_after(2 * SILENCE)
     assert killed["state"] == "killed"
-    assert killed["step"] == 8
+    assert killed["step"] == 250
     assert killed["reason"].startswith("no heartbeat since 2")
 
 

@@ -11,8 +11,6 @@ from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import progress
 from gpt2_accel.runtime.log import RunLog
 
-SCRIPT = "tests/train_script.py"
-
 
 def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     config = tiny("run", epochs=0.2, save_every=0)
