@@ -31,7 +31,14 @@ from gpt2_accel.data.shards import (
     TokenStream,
     read_manifest,
 )
-from gpt2_accel.data.sources import ChangedSource, Source, one_text, text_source, texts
+from gpt2_accel.data.sources import (
+    ChangedSource,
+    Source,
+    read_text,
+    text_source,
+    texts,
+    tiny_shakespeare,
+)
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
     disk_errors,
@@ -92,22 +99,33 @@ def prepare_text(
 ) -> None:
     """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
-    `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from
-    another text, or if the text is empty or not UTF-8; `OSError` if it cannot be read.
+    Raises `ValueError` if `data_dir` was made from another text, and what `prepare_one` raises.
     """
-    prepared = (Path(data_dir) / DATA_MANIFEST).exists()
-    if prepared and path is None:
-        return
-    text, name = one_text(path)
-    if not prepared:
-        tokenizer = tokenizer_of(text)
-        plan = plan_of([name], tokenizer)  # another start may finish first
-        found = [text_source(text, name, tokenizer)]
-        prepare_sources(found, tokenizer, data_dir, source=name, plan=plan)
-    elif name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
+    if not (Path(data_dir) / DATA_MANIFEST).exists():
+        prepare_one(path, data_dir, tokenizer_of)
+    elif path is not None and text_digest(read_text(path)) not in read_manifest(data_dir)["source"]:
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"
         )
+
+
+def prepare_one(
+    path: str | Path | None,
+    data_dir: str | Path,
+    tokenizer_of: Callable[[str], "PreTrainedTokenizerBase"],
+    command: str | None = None,
+) -> dict:
+    """Tokenizes the text of `path`, by default tiny Shakespeare, into `data_dir`.
+
+    `tokenizer_of` maps the text to its tokenizer. Returns the manifest. Raises `ValueError` if the
+    text is empty or not UTF-8, `OSError` if it cannot be read or the folder holds other data.
+    """
+    text = tiny_shakespeare() if path is None else read_text(path)
+    name = f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
+    tokenizer = tokenizer_of(text)
+    found = [text_source(text, name, tokenizer)]
+    plan = plan_of(found, tokenizer)  # another start may finish first
+    return prepare_sources(found, tokenizer, data_dir, source=name, plan=plan, command=command)
 
 
 def prepare_sources(

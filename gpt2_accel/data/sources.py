@@ -23,7 +23,6 @@ from gpt2_accel.data.documents import (
     separated,
     separator_pattern,
     split_of,
-    text_digest,
     text_size,
 )
 from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
@@ -351,16 +350,6 @@ def commit_of(name: str, revision: str | None) -> str | None:
 
 
 # One text
-
-
-def one_text(path: str | Path | None = None) -> tuple[str, str]:
-    """Returns the text of the file `path`, by default tiny Shakespeare, and its name.
-
-    The name has the file's name and the text's SHA-256. Raises `OSError` if the text cannot be
-    read, `ValueError` if it is empty or not UTF-8.
-    """
-    text = tiny_shakespeare() if path is None else read_text(path)
-    return text, f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
 
 
 def text_source(text: str, name: str, tokenizer: "PreTrainedTokenizerBase") -> Source:
