@@ -192,11 +192,6 @@ def prepare_chat(options: argparse.Namespace) -> dict:
     )
 
 
-def prepare_tokens(options: argparse.Namespace) -> dict:
-    """Copies the token files of another trainer into shards; returns the manifest."""
-    return import_tokens(options.source, options.data_dir, options.line)
-
-
 def prepare_mixture(options: argparse.Namespace) -> dict:
     """Writes a mixture of prepared data; returns the manifest."""
     weights = dict(map(weighted, options.source))
@@ -207,7 +202,7 @@ def prepare_mixture(options: argparse.Namespace) -> dict:
 
 
 def weighted(word: str) -> tuple[str, float]:
-    """Parses DATA_DIR=WEIGHT, or a number without a folder. Raises `ValueError` for other text."""
+    """Parses DATA_DIR=WEIGHT, or a number alone. Raises `ValueError` for other text."""
     folder, _, weight = word.rpartition("=")
     try:
         return folder, float(weight)
@@ -297,11 +292,13 @@ def add_options(parser: Parser, options: Mapping, **others: str) -> None:
         parser.add_argument(f"--{name}", **settings | others)
 
 
-def parse_options(words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words of a command line; `--data_dir` and `--verify` may precede the command.
+def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the words of a command line, by default this process's.
 
-    The function of the command is in `prepare`, the line as it was typed in `line`.
+    `--data_dir` and `--verify` may precede the command. The function of the command is in
+    `prepare`, the line as it was typed in `line`.
     """
+    words = sys.argv[1:] if words is None else words
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(line=shlex.join(["prepare_data.py", *words]))
     add_options(parser, ALWAYS)
@@ -322,7 +319,13 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     for name, defaults in DATA_SETS.items():
         add(name, prepare_hub, CORPUS | HUB, "NAME", "?", one_in=ONE_IN, **defaults)
     add("chat", prepare_chat, HUB | CHAT, "FILE_OR_HUB_ID", None)
-    add("import", prepare_tokens, {}, "FILE_OR_FOLDER", None)
+    add(
+        "import",
+        lambda own: import_tokens(own.source, own.data_dir, own.line),
+        {},
+        "FILE_OR_FOLDER",
+        None,
+    )
     add("mix", prepare_mixture, PHASES, "DATA_DIR=WEIGHT", "+")
     try:
         parsed = parser.parse_args(words)
@@ -384,7 +387,7 @@ def show(data_dir: str) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    options = parse_options(sys.argv[1:] if words is None else words)
+    options = parse_options(words)
     if options.command:
         manifest = options.prepare(options)
         summarize(manifest)

@@ -176,7 +176,8 @@ def test_every_command_of_a_recipes_header_parses(command, monkeypatch):
         script, args = words[1], words[2:]
     recipe = load_recipe(Path(script).relative_to("recipes").with_suffix("").as_posix())
     if hasattr(recipe, "parse_options"):
-        assert recipe.parse_options(args)
+        monkeypatch.setattr(sys, "argv", [script, *args])
+        assert recipe.parse_options()
         return
     settings = TrainConfig
     for _, member in inspect.getmembers(recipe, is_dataclass):
