@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_accel.runtime.files import first_line
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_pattern
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The texts of messages and tools that a chat template has to print.
@@ -148,12 +148,12 @@ def prompt_tokens(
             raise ValueError("the message is empty: write something")
         if content != content.encode(errors="ignore").decode():  # bytes become surrogates
             raise ValueError("the message holds bytes that are not UTF-8: leave them out")
-        for token in special_tokens(tokenizer):
-            if token in content:
-                raise ValueError(
-                    f"the message holds the special token {token}, which could forge a turn: "
-                    "write it differently"
-                )
+        special = special_pattern(tokenizer).search(content)
+        if special:
+            raise ValueError(
+                f"the message holds the special token {special[0]}, which could forge a turn: "
+                "write it differently"
+            )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
     except Exception as error:  # templates and tokenizers raise many types

@@ -39,22 +39,17 @@ def text_digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
-def held_out(key: str, one_in: int = HELD_OUT) -> bool:
-    """Whether the document with the name or text `key` is held out: one in `one_in`, by SHA-256.
-
-    A document keeps its split when others are added or removed.
-    """
-    return int(text_digest(key), 16) % one_in == 0
-
-
 def fitting_share(held: float, total: float) -> bool:
     """Whether `held` of a `total` amount is enough for validation, and not too much."""
     return FEWEST <= held / (total or 1) <= MOST
 
 
 def split_of(key: str, one_in: int = HELD_OUT) -> str:
-    """Returns the split of the document with the name or text `key`; equal rows share a split."""
-    return "val" if held_out(key, one_in) else "train"
+    """Returns the split of the document with the name or text `key`: one in `one_in` is held out.
+
+    Equal rows share a split, by SHA-256. A document keeps it when others are added or removed.
+    """
+    return "train" if int(text_digest(key), 16) % one_in else "val"
 
 
 def last_part(text: str) -> int:

@@ -394,9 +394,8 @@ class EvalLoader(Loader):
         self.mine = np.array(samples)[self.numbers]
         self.rounds = ceil_div(self.windows, self.world_size * self.batch_size)
         self.bytes_per_token = None
-        known = [source for source, _ in self.parts if getattr(source, "bytes", None)]
-        if len(known) == len(self.parts):
-            ratios = [stream.bytes / stream.tokens for stream in known]
+        if all(getattr(source, "bytes", None) for source, _ in self.parts):
+            ratios = [stream.bytes / stream.tokens for stream, _ in self.parts]
             self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:

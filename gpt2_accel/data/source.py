@@ -249,17 +249,15 @@ class Rows:
         item = source[0]
         if isinstance(item, Mapping) and "labels" in item:
             self.usual -= 1  # the last has no target
-        numbers = range(min(TRIED, self.windows))
-        first = [self[number] for number in numbers]
-        for number, window in zip(numbers, first, strict=True):
+        first = [self[number] for number in range(min(TRIED, self.windows))]
+        digest = sha256(f"{self.windows}, {first[0].shape}".encode())
+        for number, window in enumerate(first):
+            digest.update(window.tobytes())
             if not np.array_equal(window, self[number]):
                 raise ValueError(
                     f"{name}: window {number} is another when it is read again: item i has to be a "
                     "function of i, so draw random numbers by numpy.random.default_rng(i)"
                 )
-        digest = sha256(f"{self.windows}, {first[0].shape}".encode())
-        for window in first:
-            digest.update(window.tobytes())
         self.fingerprint = str(getattr(source, "fingerprint", digest.hexdigest()))
 
     def __len__(self) -> int:
