@@ -260,10 +260,11 @@ class Loader:
     bos: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.sources = [source for source, _ in self.parts]
-        for number, source in enumerate(self.sources):
+        self.sources = []
+        for source, _ in self.parts:
             if isinstance(source, TokenStream):
-                self.sources[number] = Windows(source, self.sequence_length, self.bos)
+                source = Windows(source, self.sequence_length, self.bos)
+            self.sources.append(source)
         self.documents = any(source.documents for source in self.sources)
         self.problem: UnreadableData | None = None
 

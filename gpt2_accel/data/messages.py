@@ -113,9 +113,13 @@ def read_messages(row: Any, place: str) -> tuple[list[Message], list[bool]]:
 def raw_messages(row: dict, place: str) -> list:
     """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
-    answer = fields.get("output", fields.get("response", fields.get("answer")))
-    task = fields.get("instruction", fields.get("question", fields.get("prompt")))
-    messages = listed(fields.get("messages", fields.get("conversations")))
+
+    def first(*names: str) -> Any:
+        return next((fields[name] for name in names if name in fields), None)
+
+    answer = first("output", "response", "answer")
+    task = first("instruction", "question", "prompt")
+    messages = listed(first("messages", "conversations"))
     if isinstance(messages, list):
         pass
     elif "prompt" in fields and "completion" in fields:
@@ -141,7 +145,7 @@ def raw_messages(row: dict, place: str) -> list:
             "in messages or conversations; or prompt and completion; or instruction, question or "
             "prompt, and output, response or answer: rename or correct them"
         )
-    system = fields.get("system", fields.get("system_prompt"))
+    system = first("system", "system_prompt")
     if system is not None and not (messages and role_of(messages[0]) == "system"):
         return as_messages(system, "system") + messages
     return messages
