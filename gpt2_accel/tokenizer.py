@@ -398,7 +398,7 @@ def text_separators(tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
     lines = [END_OF_TEXT]
     if tokenizer is not None:
         lines += tokenizer.convert_ids_to_tokens(text_ends(tokenizer)[-1:])
-    return list(dict.fromkeys(lines))
+    return lines
 
 
 def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -26,7 +26,7 @@ PIECES = (
 
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns token ids of a conversation, (n,) int64, and a mask of assistant tokens, (n,) bool.
@@ -40,7 +40,7 @@ def conversation_tokens(
     """
     template = training_template(tokenizer)
     marks: list[str] = []
-    marked = with_marks({"messages": list(messages), "tools": tools}, "", marks)
+    marked = with_marks({"messages": messages, "tools": tools}, "", marks)
     text = "".join(_render(tokenizer, **marked, chat_template=template, tokenize=False).split())
     if any(mark not in text for mark in marks):
         raise ValueError(
@@ -95,7 +95,7 @@ def _marking_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> st
 
 def answer_pieces(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: list[Any] | None,
 ) -> list[dict[str, str]]:
     """Returns a conversation's text in the tokenizer's chat template, as messages for `PIECES`.

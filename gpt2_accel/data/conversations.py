@@ -12,7 +12,7 @@ import json
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress
@@ -119,7 +119,7 @@ class ConversationWriter:
     The fields are those of `prepare_conversations`; `files` maps paths to their `state_of`.
     """
 
-    files: Mapping[str, tuple]
+    files: dict[str, tuple]
     tokenizer: "PreTrainedTokenizerBase"
     source: str
     model: str
@@ -375,7 +375,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 # What was prepared
 
 
-def summary(manifest: Mapping) -> list[str]:
+def summary(manifest: dict) -> list[str]:
     """Returns lines that describe a manifest of conversations: each split, and what is left out."""
     lines = []
     length = manifest["sequence_length"]

@@ -4,11 +4,15 @@ import gzip
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
+
+from gpt2_accel.runtime.files import first_line
 
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
@@ -52,6 +56,14 @@ def split_of(key: str, one_in: int = HELD_OUT) -> str:
     return "train" if int(text_digest(key), 16) % one_in else "val"
 
 
+def enough_held_out(sizes: Iterable[tuple[str, int]]) -> bool:
+    """Whether documents, given by split and size, have a `fitting_share` for validation."""
+    total: Counter[str] = Counter()
+    for split, size in sizes:
+        total[split] += size
+    return fitting_share(total["val"], total.total())
+
+
 def last_part(text: str) -> int:
     """Returns where the last `VAL_SHARE` of a text begins, at the end of a word.
 
@@ -64,7 +76,20 @@ def last_part(text: str) -> int:
     return cut if len(text) >= UNDIVIDED else len(text)
 
 
-# Cutting a text
+# Reading and cutting a text
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
+            "format, replace it or leave it out; if the network failed, start again, finished "
+            "work is kept"
+        ) from error
 
 
 def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
@@ -73,8 +98,8 @@ def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
 
 
 def text_size(path: Path) -> int:
-    """Returns the bytes of a file of text, decompressed."""
-    with open_text(path) as file:
+    """Returns the bytes of a file of text, decompressed. Raises `ValueError` if it is damaged."""
+    with reading(str(path)), open_text(path) as file:
         return file.seek(0, os.SEEK_END)
 
 

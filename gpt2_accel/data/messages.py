@@ -20,7 +20,6 @@ its messages.
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -42,7 +41,7 @@ UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image
     images image_url audio audios input_audio video videos file
 """.split()  # noqa: SIM905
-TOOLS = ["tools"]  # of a row
+TOOLS = ("tools",)  # of a row
 # The text of a list of messages.
 LISTED = re.compile(
     r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
@@ -207,7 +206,7 @@ def text_of(content: Any) -> str:
     return text
 
 
-def check_supported(fields: dict, allowed: Sequence[str] = ()) -> None:
+def check_supported(fields: dict, allowed: tuple[str, ...] = ()) -> None:
     """Raises `Problem` if a row, a message or a part has a field that is not supported."""
     if any(fields.get(name) for name in UNSUPPORTED if name not in allowed):
         raise Problem(NOT_SUPPORTED)

@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpt2_accel.data.shards import DATA_MANIFEST, MANIFEST_FORMAT, check_same, read_manifest
@@ -12,8 +12,8 @@ from gpt2_accel.runtime.files import atomic_directory, write_json
 
 def write_mixture(
     data_dir: str | Path,
-    weights: Mapping[str, float],
-    phases: Sequence[tuple[float, Mapping[str, float]]] = (),
+    weights: dict[str, float],
+    phases: Sequence[tuple[float, dict[str, float]]] = (),
 ) -> dict:
     """Writes a folder that is a mixture of other folders; `weights` maps folders to weights.
 
@@ -65,7 +65,7 @@ def write_mixture(
     return manifest
 
 
-def sum_splits(parts: Sequence[Mapping[str, dict]]) -> dict[str, dict]:
+def sum_splits(parts: Sequence[dict[str, dict]]) -> dict[str, dict]:
     """Returns the splits that all parts of a mixture have, with the sums of their counts, which are
     part of the data's fingerprint."""
     splits: dict[str, dict] = {}

@@ -9,11 +9,10 @@ import re
 import shlex
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from gpt2_accel.data.documents import CHUNK
-from gpt2_accel.runtime.files import check_pointer, first_line
+from gpt2_accel.data.documents import CHUNK, reading
+from gpt2_accel.runtime.files import check_pointer
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # A suffix of COMPRESSED may follow.
@@ -27,19 +26,6 @@ def row_suffix(path: str | os.PathLike | zipfile.Path) -> str:
     if suffix in COMPRESSED:
         suffix = os.path.splitext(name)[1]
     return suffix if suffix in ROW_SUFFIXES else ""
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
-            "format, replace it or leave it out; if the network failed, start again, finished "
-            "work is kept"
-        ) from error
 
 
 def open_file(path: str | zipfile.Path) -> io.BufferedReader:

@@ -54,7 +54,6 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,7 +276,7 @@ def read_parts(folder: Path, manifest: dict) -> list[tuple[Path, dict, float]]:
     return [(part, parts[part], weight / total) for part, weight in weights.items()]
 
 
-def check_same(manifests: Mapping[Path, dict]) -> None:
+def check_same(manifests: dict[Path, dict]) -> None:
     """Raises `ValueError` if the tokenizers, window lengths or chat templates differ."""
     expected: dict[str, str | int] = {}
     for folder, manifest in manifests.items():

@@ -21,7 +21,7 @@ optional attribute `fingerprint`, a text, changes with the content.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -185,7 +185,7 @@ def open_data(data_dir: str | Path) -> Data:
     )
 
 
-def data_fingerprint(manifest: Mapping, parts: Iterable[tuple[Path, Mapping, float]] = ()) -> str:
+def data_fingerprint(manifest: Mapping, parts: Sequence[tuple[Path, Mapping, float]] = ()) -> str:
     """Returns the SHA-256 (hex) of the tokenizer, splits and shard checksums in a manifest.
 
     For a mixture also those of its `parts`, from `read_parts`.
@@ -260,9 +260,6 @@ class Rows:
                 )
         self.fingerprint = str(getattr(source, "fingerprint", digest.hexdigest()))
 
-    def __len__(self) -> int:
-        return self.windows
-
     def __getitem__(self, number: int) -> np.ndarray:
         """Returns inputs, targets and documents of a window, (3, T) int64.
 
@@ -324,12 +321,13 @@ def window_of(item: Any) -> np.ndarray:
     return np.stack(parts).astype(np.int64)
 
 
-@dataclass(eq=False)
-class Counted:
-    """A source with the number of targets that count in each window, `targets`, (windows,)."""
+class counted:
+    """Reads a source once, and adds a method `counts` to it."""
 
-    source: Any
-    targets: np.ndarray
+    def __init__(self, source: Any):
+        self.source = source
+        numbers = progress(range(len(source)), "counting targets", len(source))
+        self.targets = [int((window_of(source[i])[1] != -100).sum()) for i in numbers]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -339,11 +337,4 @@ class Counted:
 
     def counts(self, number: int) -> int:
         """Returns the number of targets that count in a window."""
-        return int(self.targets[number])
-
-
-def counted(source: Any) -> Counted:
-    """Reads a source once, and returns it with a method `counts`."""
-    numbers = progress(range(len(source)), "counting targets", len(source))
-    targets = [(window_of(source[number])[1] != -100).sum() for number in numbers]
-    return Counted(source, np.array(targets))
+        return self.targets[number]
