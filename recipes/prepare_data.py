@@ -319,13 +319,7 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name, defaults in DATA_SETS.items():
         add(name, prepare_hub, CORPUS | HUB, "NAME", "?", one_in=ONE_IN, **defaults)
     add("chat", prepare_chat, HUB | CHAT, "FILE_OR_HUB_ID", None)
-    add(
-        "import",
-        lambda own: import_tokens(own.source, own.data_dir, own.line),
-        {},
-        "FILE_OR_FOLDER",
-        None,
-    )
+    add("import", lambda o: import_tokens(o.source, o.data_dir, o.line), {}, "FILE_OR_FOLDER", None)
     add("mix", prepare_mixture, PHASES, "DATA_DIR=WEIGHT", "+")
     try:
         parsed = parser.parse_args(words)
