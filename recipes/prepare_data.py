@@ -376,7 +376,7 @@ def show(data_dir: str) -> None:
     summarize(manifest)
     for split in manifest["splits"]:
         for stream, _ in data.split(split):
-            ids = stream.read(0, min(SHOWN_TOKENS, stream.tokens)) & int(TOKEN_ID)
+            ids = stream.read(0, min(SHOWN_TOKENS, stream.tokens)) & TOKEN_ID
             print(f"{split} begins with {data.tokenizer.decode(ids.tolist())!r}")
 
 

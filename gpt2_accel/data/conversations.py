@@ -344,7 +344,7 @@ def validation_mask(keys: np.ndarray) -> np.ndarray:
     the 20th part with the lowest hashes, at least one.
     """
     keys, inverse = np.unique(keys, return_inverse=True)
-    chosen = keys % np.uint64(HELD_OUT) == 0
+    chosen = keys % HELD_OUT == 0
     if not fitting_share(chosen.sum(), len(keys)):
         chosen = np.arange(len(keys)) < max(1, round(len(keys) / HELD_OUT))
     return chosen[inverse]

@@ -71,7 +71,7 @@ PACKED_VERSION = 2
 # The bits of a token in version 2, above its id.
 STARTS = np.uint32(1 << 30)
 COUNTS = np.uint32(1 << 31)
-TOKEN_ID = STARTS - np.uint32(1)
+TOKEN_ID = STARTS - 1
 HEADER = struct.Struct("<8sIIQ32s8x")
 TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DATA_MANIFEST = "manifest.json"
