@@ -13,7 +13,7 @@ import sysconfig
 from itertools import accumulate
 from pathlib import Path
 
-from gpt2_accel.data.documents import held_out, text_digest
+from gpt2_accel.data.documents import split_of, text_digest
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.sources import read_text, tiny_shakespeare
 from gpt2_accel.tokenizer import train_bpe
@@ -42,8 +42,8 @@ def library() -> dict[str, str]:
 def main() -> None:
     files = library()
     text = tiny_shakespeare()
-    val = [content for name, content in files.items() if held_out(name)]
-    train = [content for name, content in files.items() if not held_out(name)]
+    val = [content for name, content in files.items() if split_of(name) == "val"]
+    train = [content for name, content in files.items() if split_of(name) == "train"]
     ends = list(accumulate(map(len, train)))
     for kind, (size, vocabulary) in SIZES.items():
         count = 1 + sum(end < size for end in ends)

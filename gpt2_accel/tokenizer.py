@@ -345,15 +345,10 @@ def _gpt2_encoding(tokenizer: "PreTrainedTokenizerBase") -> "tiktoken.Encoding":
     )
 
 
-def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Returns the texts that are one special token each, and the end of a turn, sorted."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(special | {tokenizer.eos_token} - {None})
-
-
 def special_pattern(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern:
-    """Returns a pattern of the `special_tokens` in a text."""
-    tokens = sorted(special_tokens(tokenizer), key=len, reverse=True)
+    """Returns a pattern of the texts that are one special token each, and of the end of a turn."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = sorted(special | {tokenizer.eos_token} - {None}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
@@ -403,7 +398,7 @@ def text_separators(tokenizer: "PreTrainedTokenizerBase | None") -> list[str]:
     lines = [END_OF_TEXT]
     if tokenizer is not None:
         lines += tokenizer.convert_ids_to_tokens(text_ends(tokenizer)[-1:])
-    return list(dict.fromkeys(lines))
+    return lines
 
 
 def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -18,12 +18,16 @@ import shlex
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, derived, parse_config, setting
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import digest
 from gpt2_accel.runtime.recipe_command import recipe_command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FEW = 8  # conversations: too few to learn from
 EPOCHS = 3
@@ -103,6 +107,28 @@ def prepares_beside(config: TrainConfig, inputs: tuple, names: str) -> bool:
     return True
 
 
+def chat_model(
+    model: str | Path, length: int | None, option: str, chatml: bool = False
+) -> tuple["PreTrainedTokenizerBase", int, bool]:
+    """Returns a model's tokenizer with a chat template, its number of positions, and whether it
+    keeps several conversations in a window apart.
+
+    Raises `ValueError` if `length`, the value of `option`, exceeds the positions, and what
+    `chat_tokenizer` raises.
+    """
+    from gpt2_accel.hf.chat_template import chat_tokenizer
+    from gpt2_accel.hf.convert import read_config
+    from gpt2_accel.models.any_model import keeps_documents_apart
+
+    tokenizer = chat_tokenizer(model, chatml)
+    shape = read_config(model)
+    if length and length > shape.n_positions:
+        raise ValueError(
+            f"{option} {length} exceeds the {shape.n_positions} positions of {model}: lower it"
+        )
+    return tokenizer, shape.n_positions, keeps_documents_apart(shape)
+
+
 def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) -> None:
     """Packs the conversations of `file` into windows, in a folder inside the run's folder, and sets
     `data_dir` to it. With `pairs` the file holds pairs of answers.
@@ -115,10 +141,8 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
     from gpt2_accel.data.chat_tokens import prompt_tokens
     from gpt2_accel.data.conversations import prepare_conversations, summary, with_padding
     from gpt2_accel.generation.sampling import user_turn
-    from gpt2_accel.hf.chat_template import chat_tokenizer
-    from gpt2_accel.hf.convert import local_directory, read_config
-    from gpt2_accel.models.any_model import keeps_documents_apart
-    from gpt2_accel.tokenizer import fingerprint, load_tokenizer
+    from gpt2_accel.hf.convert import model_tokenizer
+    from gpt2_accel.tokenizer import fingerprint
 
     model = config.init_from
     if model is None:
@@ -128,29 +152,23 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
             f"{file} is not a file: give one, or prepare a folder or a data set of the Hub by "
             f"{prepare_command(pairs)}"
         )
-    directory = local_directory(verified_directory(model))
+    directory = verified_directory(model)
     if pairs:
-        prompt_tokens(load_tokenizer(directory), user_turn("Hi"))  # raises without a chat template
-    tokenizer = chat_tokenizer(directory)
-    shape = read_config(directory)
-    if longest and longest > shape.n_positions:
-        raise ValueError(
-            f"{longest} tokens are more than the {shape.n_positions} positions of {model}: give "
-            "fewer"
-        )
-    known = fingerprint(with_padding(tokenizer))
-    inputs = digest(file), known, tokenizer.chat_template, longest
+        prompt_tokens(model_tokenizer(directory), user_turn("Hi"))  # raises without a chat template
+    option = "--max_length" if pairs else "--sequence_length"
+    tokenizer, positions, packed = chat_model(directory, longest, option)
+    inputs = digest(file), fingerprint(with_padding(tokenizer)), tokenizer.chat_template, longest
     if not prepares_beside(config, inputs, f"{file}, the model or the length of a window"):
         return
     manifest = prepare_conversations(
         [str(file)],
         tokenizer,
         config.data_dir,
-        sequence_length=longest or min(LONGEST_WINDOW, shape.n_positions),
+        sequence_length=longest or min(LONGEST_WINDOW, positions),
         shorten=longest is None,
-        packed=pairs or keeps_documents_apart(shape),
+        packed=pairs or packed,
         pairs=pairs,
-        longer="--max_length" if pairs else "--sequence_length",
+        longer=option,
         source=str(file),
         model=model,
     )
@@ -272,9 +290,8 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
         f"of {plural(windows, 'window')}, learning rate {config.learning_rate:g}, warmup "
         f"{config.warmup_steps:,}, evaluation every {every:,}"
     )
-    conversations = train["documents"]
-    if conversations is not None and conversations < FEW:
-        line += f"; too few conversations to learn from: {conversations}"
+    if (train["documents"] or FEW) < FEW:  # unknown beside imported tokens
+        line += f"; too few conversations to learn from: {train['documents']}"
     return line
 
 

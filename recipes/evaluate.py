@@ -124,15 +124,15 @@ def local_files(config: Evaluate) -> dict[str, str]:
 def evaluate(
     config: Evaluate,
     accelerator: "Accelerator",
+    data: "dict[str, list[Item] | Bundle]",
     model: "LanguageModel",
     tokenizer: "PreTrainedTokenizerBase",
-    data: "dict[str, list[Item] | Bundle]",
     bos: list[int],
     length: int | None,
 ) -> tuple[dict[str, float], list[str]]:
     """Returns the results of a model by metric, and notes on them. `data` has the items of each
-    task, for CORE the folder of its bundle. `bos` and `length` are `training_windows`. All ranks
-    call it."""
+    task, for CORE the folder of its bundle. The others are those of `open_model`. All ranks call
+    it."""
     from gpt2_accel.data.source import open_data
     from gpt2_accel.evals.chat import MAX_NEW_TOKENS, ChatAnswers
     from gpt2_accel.evals.core import Core
@@ -170,10 +170,9 @@ def evaluate(
         notes.append(note)
     if bos and (config.splits or "text" in config.tasks):
         notes.append(f"each window of text begins with {tokenizer.bos_token}")
-    if config.limit:
-        for name in config.tasks:
-            if name != "text":
-                notes.append(f"{name}: the first {config.limit} items only")
+    for name in config.tasks:
+        if config.limit and name != "text":
+            notes.append(f"{name}: the first {config.limit} items only")
     accelerator.print(*notes, sep="\n", flush=True)
     results: dict[str, float] = {}
     model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -184,41 +183,34 @@ def evaluate(
 
 def open_model(
     name: str | Path, model_class: str | None
-) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase]":
-    """Returns the description of the weights, the model and its tokenizer. All ranks call it, and
-    all fail if one does."""
+) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase, list[int], int | None]":
+    """Opens a model. All ranks call it, and all fail if one does.
+
+    Returns its `step`, None if it is unknown, and the SHA-256 of its `weights`; the model and its
+    tokenizer; the token that replaces the first of each window of text, at most one, and the
+    windows' length. A run has recorded these; for other models they are `added_bos` and None.
+    """
     from gpt2_accel import from_pretrained
+    from gpt2_accel.checkpoint.find import STATE, read_state, read_status
     from gpt2_accel.hf.convert import local_directory
+    from gpt2_accel.hf.safetensors_files import weights_digest
     from gpt2_accel.hf.tensors import check_finite
     from gpt2_accel.runtime.processes import all_or_none
-    from gpt2_accel.tokenizer import check_vocabulary, load_tokenizer
+    from gpt2_accel.tokenizer import added_bos, check_vocabulary, load_tokenizer
 
     with all_or_none():
         directory = local_directory(name)
-        entry = describe_weights(directory)
+        if (directory / STATE).is_dir():
+            record = read_state(directory)
+        else:
+            record = load_saved(directory / "run.json") | read_status(directory)
+        entry = {"step": record.get("step"), "weights": weights_digest(directory)}
         tokenizer = load_tokenizer(directory)
         model = from_pretrained(directory, model_class=model_class)
         check_finite(model, directory)
         check_vocabulary(tokenizer, model.config.vocab_size, directory)
-    return entry, model, tokenizer
-
-
-def training_windows(
-    directory: Path, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[list[int], int | None]:
-    """Returns the token that replaces the first of each window of text, at most one, and the
-    windows' length in tokens.
-
-    A run has recorded them for its models. For other models they are `added_bos` and None.
-    """
-    from gpt2_accel.checkpoint.find import STATE, read_state
-    from gpt2_accel.tokenizer import added_bos
-
-    trains = (directory / STATE).is_dir()
-    record = read_state(directory) if trains else load_saved(directory / "run.json")
-    if not record:
-        return added_bos(tokenizer), None
-    return record.get("bos", []), record.get("sequence_length")
+        bos = record.get("bos", []) if record else added_bos(tokenizer)
+    return entry, model, tokenizer, bos, record.get("sequence_length")
 
 
 def output_file(config: Evaluate, name: str) -> Path | None:
@@ -237,25 +229,12 @@ def table(entries: dict[str, dict]) -> str:
     per model for several."""
     from gpt2_accel.evals.results import markdown, result_rows
 
-    cells = result_rows([entry["results"] for entry in entries.values()])
-    counts = [f"{entry['parameters']:,}" for entry in entries.values()]
-    cells = {"parameters": counts} | cells
+    cells = {"parameters": [f"{entry['parameters']:,}" for entry in entries.values()]}
+    cells |= result_rows([entry["results"] for entry in entries.values()])
     if len(entries) == 1:
         return markdown(("metric", *entries), cells)
     rows = zip(*cells.values(), strict=True)
     return markdown(("model", *cells), dict(zip(entries, rows, strict=True)))
-
-
-def describe_weights(directory: Path) -> dict:
-    """Returns the SHA-256 of the weights, as `weights`, and their `step`, None if it is unknown."""
-    from gpt2_accel.checkpoint.find import STATE, read_state, read_status
-    from gpt2_accel.hf.safetensors_files import weights_digest
-
-    if (directory / STATE).is_dir():
-        step = read_state(directory)["step"]
-    else:
-        step = read_status(directory).get("step")
-    return {"step": step, "weights": weights_digest(directory)}
 
 
 def main() -> None:
@@ -265,7 +244,6 @@ def main() -> None:
     from gpt2_accel.evals.core import open_bundle
     from gpt2_accel.evals.items import hub_items, read_items
     from gpt2_accel.evals.results import add_entry, read_record
-    from gpt2_accel.hf.convert import local_directory
     from gpt2_accel.runtime.accelerator import build_accelerator
     from gpt2_accel.runtime.processes import main_process_first, on_main_process
 
@@ -286,14 +264,13 @@ def main() -> None:
     for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = on_main_process(partial(verified_directory, name, config.verify))
-        entry, model, tokenizer = open_model(directory, config.model_class)
+        entry, model, tokenizer, bos, length = open_model(directory, config.model_class)
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
-        windows = training_windows(local_directory(directory), tokenizer)
-        outcome = evaluate(config, accelerator, model, tokenizer, data, *windows)
+        outcome = evaluate(config, accelerator, data, model, tokenizer, bos, length)
+        results, entry["notes"] = outcome
         del model
         accelerator.free_memory()
-        results, entry["notes"] = outcome
         entries[name] = entry | {"results": results}
         output = outputs[name]
         if output and accelerator.is_main_process:

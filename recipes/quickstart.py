@@ -114,7 +114,7 @@ def prepare_text(config: Quickstart) -> None:
 
 def prepare_corpus(config: Quickstart) -> None:
     """Writes the source of the standard library into `data_dir`, as token shards."""
-    from gpt2_accel.data.documents import held_out
+    from gpt2_accel.data.documents import split_of
     from gpt2_accel.data.prepare import prepare
     from gpt2_accel.data.sources import read_text
     from gpt2_accel.tokenizer import train_bpe
@@ -125,14 +125,12 @@ def prepare_corpus(config: Quickstart) -> None:
         name = path.relative_to(library)
         if not path.is_file() or not path.stat().st_size or SKIPPED & set(name.parts):
             continue
-        split = "val" if held_out(name.as_posix()) else "train"
-        texts[split].append(read_text(path))
+        texts[split_of(name.as_posix())].append(read_text(path))
     if config.init_from:
         from gpt2_accel.checkpoint.find import verified_directory
         from gpt2_accel.hf.convert import model_tokenizer
 
-        directory = verified_directory(config.init_from)
-        tokenizer = model_tokenizer(directory)
+        tokenizer = model_tokenizer(verified_directory(config.init_from))
     else:
         vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size
         tokenizer = train_bpe(texts["train"], vocab_size)

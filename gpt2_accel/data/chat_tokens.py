@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpt2_accel.runtime.files import first_line
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_pattern
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The texts of messages and tools that a chat template has to print.
@@ -26,7 +26,7 @@ PIECES = (
 
 def conversation_tokens(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns token ids of a conversation, (n,) int64, and a mask of assistant tokens, (n,) bool.
@@ -40,7 +40,7 @@ def conversation_tokens(
     """
     template = training_template(tokenizer)
     marks: list[str] = []
-    marked = with_marks({"messages": list(messages), "tools": tools}, "", marks)
+    marked = with_marks({"messages": messages, "tools": tools}, "", marks)
     text = "".join(_render(tokenizer, **marked, chat_template=template, tokenize=False).split())
     if any(mark not in text for mark in marks):
         raise ValueError(
@@ -95,7 +95,7 @@ def _marking_template(tokenizer: "PreTrainedTokenizerBase", template: str) -> st
 
 def answer_pieces(
     tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: list[Any] | None,
 ) -> list[dict[str, str]]:
     """Returns a conversation's text in the tokenizer's chat template, as messages for `PIECES`.
@@ -148,12 +148,12 @@ def prompt_tokens(
             raise ValueError("the message is empty: write something")
         if content != content.encode(errors="ignore").decode():  # bytes become surrogates
             raise ValueError("the message holds bytes that are not UTF-8: leave them out")
-        for token in special_tokens(tokenizer):
-            if token in content:
-                raise ValueError(
-                    f"the message holds the special token {token}, which could forge a turn: "
-                    "write it differently"
-                )
+        special = special_pattern(tokenizer).search(content)
+        if special:
+            raise ValueError(
+                f"the message holds the special token {special[0]}, which could forge a turn: "
+                "write it differently"
+            )
     try:
         return _render(tokenizer, messages, add_generation_prompt=True)["input_ids"]
     except Exception as error:  # templates and tokenizers raise many types

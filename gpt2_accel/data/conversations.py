@@ -8,12 +8,14 @@ memory, 4 bytes each, and writes one shard per split.
 """
 
 import copy
-import itertools
 import json
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.runtime.progress import progress
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_tokens
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_pattern
 
 # Why a conversation or a pair is left out, or changed.
 NO_ANSWER = "without a message of the assistant that counts, or with none before the cut"
@@ -54,7 +56,6 @@ TOO_LONG = "of more tokens than a window; raise {} to keep them"
 CUT = "cut to the length of a window"
 SHORTEST = 64  # tokens of a window
 PADDING = "<|pad|>"
-SURROGATE = "[\ud800-\udfff]"
 DTYPE = TOKEN_DTYPES["uint32"]
 
 
@@ -92,52 +93,11 @@ def prepare_conversations(
         raise ValueError("a cut pair may lose the difference of its answers: leave out --cut")
     if Path(model).is_dir():
         model = os.path.relpath(model, data_dir)
-    template = template_digest(tokenizer)
     states = {file: state_of(file) for file in files}
-
-    def write(folder: Path, _: dict) -> dict:
-        items, keys, problems = encode_files(states, tokenizer, sequence_length, cut, pairs, longer)
-        different = len(np.unique(keys))
-        if different < 2:
-            kind = "different prompt" if pairs else "different conversation"
-            lines = "".join(f"; {line}" for line in left_out(problems))
-            raise ValueError(
-                f"{source} holds {plural(different, kind)} to train on, and training and "
-                f"validation need one each{lines}: add different ones, or correct those that are "
-                "left out"
-            )
-        size = sequence_length
-        if shorten:
-            longest = max(map(len, itertools.chain(*items)))
-            size = min(size, round_up(longest, SHORTEST))
-        chosen = validation_mask(keys)
-        entries = {}
-        for split, mine in (("train", ~chosen), ("val", chosen)):
-            rows = list(itertools.compress(items, mine))
-            entries[split] = pack(folder, split, rows, size, tokenizer.pad_token_id, packed)
-        return {
-            "version": PACKED_VERSION,
-            "dtype": DTYPE.name,
-            "sequence_length": 2 * size if pairs else size,
-            "template": template,
-            "model": model,
-            "packed": packed,
-            "pairs": pairs,
-            "left_out": problems,
-            "splits": entries,
-        }
-
-    listed = [(file, *state) for file, state in states.items()]
-    options = [sequence_length, cut, model, shorten]
-    training = training_template(tokenizer)
-    if training != tokenizer.chat_template:  # TRL's releases differ
-        options.append(training)
-    if not packed:  # packed data keeps the plan of earlier releases
-        options.append(packed)
-    if pairs:
-        options.append("pairs")
-    plan = plan_of(listed, with_padding(tokenizer), template, *options)
-    return make_data(write, tokenizer, data_dir, plan, source=source, **about)
+    writer = ConversationWriter(
+        states, tokenizer, source, model, longer, sequence_length, cut, shorten, packed, pairs
+    )
+    return make_data(writer.write, tokenizer, data_dir, writer.plan(), source=source, **about)
 
 
 def with_padding(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
@@ -152,88 +112,181 @@ def with_padding(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBa
     return tokenizer
 
 
-# From rows to tokens
+@dataclass
+class ConversationWriter:
+    """Tokenizes conversations or pairs of answers, and writes their windows.
 
-
-def encode_files(
-    files: Mapping[str, tuple],
-    tokenizer: "PreTrainedTokenizerBase",
-    longest: int,
-    cut: bool,
-    pairs: bool,
-    longer: str,
-) -> tuple[list[list[np.ndarray]], np.ndarray, dict[str, list]]:
-    """Tokenizes the conversations or pairs in files; `files` maps paths to their `state_of`.
-
-    Returns three values. The items: a list with the tokens of a conversation, or of the chosen and
-    the rejected one, each (n,) uint32 with their bits. The keys, (items,) uint64: a hash of the
-    messages or of a pair's prompt; conversations with equal token ids have one key, since a
-    template trims spaces. The problems: for each reason why rows are left out or changed, the
-    number of rows and the place of the first.
-
-    Conversations of more than `longest` tokens are left out unless `cut` is True. Raises
-    `ValueError` for a row of another form or a file that cannot be read, and `ChangedSource`.
+    The fields are those of `prepare_conversations`; `files` maps paths to their `state_of`.
     """
-    forbidden = [SURROGATE] + [re.escape(token) for token in special_tokens(tokenizer)]
-    special = re.compile("|".join(forbidden))
-    items = []
-    keys = []
-    problems: dict[str, list[Any]] = {}
-    first_keys: dict[int, int] = {}
-    for path in progress(files, "tokenizing", len(files)):
-        for row, place in unchanged(read_rows(path), path, files[path]):
-            reason = None
-            try:
-                if row is None:
-                    raise Problem(EMPTY)
-                if row_suffix(path) in (".parquet", ".arrow"):
-                    row = json.loads(json.dumps(row, default=str), object_pairs_hook=without_nulls)
-                if pairs:
-                    item, prompt = encode_pair(tokenizer, special, row, place)
-                else:
-                    prompt, counted = read_messages(row, place)
-                    tools = row.get("tools")
-                    item = [encode_messages(tokenizer, special, prompt, counted, tools)]
-                if max(map(len, item)) > longest:
-                    if not cut:
-                        raise Problem(TOO_LONG.format(longer))
-                    reason = CUT
-                    item = [item[0][:longest]]
-                if not (item[0] & COUNTS).any():
-                    raise Problem(NO_ANSWER)
-                items.append(item)
-                key = int(text_digest(json.dumps(prompt, sort_keys=True))[:16], 16)
-                ids = hash((np.concatenate(item) & TOKEN_ID).tobytes())
-                keys.append(first_keys.setdefault(ids, key))
-            except Problem as problem:
-                reason = str(problem)
-            if reason:
-                problems.setdefault(reason, [0, place])
-                problems[reason][0] += 1
-    return items, np.array(keys, np.uint64), problems
+
+    files: dict[str, tuple]
+    tokenizer: "PreTrainedTokenizerBase"
+    source: str
+    model: str
+    longer: str
+    sequence_length: int
+    cut: bool
+    shorten: bool
+    packed: bool
+    pairs: bool
+
+    def __post_init__(self) -> None:
+        special = re.compile(f"[\ud800-\udfff]|{special_pattern(self.tokenizer).pattern}")
+        self.encode = partial(encode_messages, self.tokenizer, special)
+
+    def plan(self) -> str:
+        """Returns the plan of `make_data`."""
+        listed = [(file, *state) for file, state in self.files.items()]
+        options: list[Any] = [self.sequence_length, self.cut, self.model, self.shorten]
+        training = training_template(self.tokenizer)
+        if training != self.tokenizer.chat_template:  # TRL's releases differ
+            options.append(training)
+        if not self.packed:  # packed data keeps the plan of earlier releases
+            options.append(self.packed)
+        if self.pairs:
+            options.append("pairs")
+        return plan_of(
+            listed, with_padding(self.tokenizer), template_digest(self.tokenizer), *options
+        )
+
+    def write(self, folder: Path, _: dict) -> dict:
+        """Writes the shards into a folder; returns the entries of the manifest for `make_data`."""
+        items, keys, problems = self.encode_files()
+        different = len(np.unique(keys))
+        if different < 2:
+            kind = "different prompt" if self.pairs else "different conversation"
+            lines = "".join(f"; {line}" for line in left_out(problems))
+            raise ValueError(
+                f"{self.source} holds {plural(different, kind)} to train on, and training and "
+                f"validation need one each{lines}: add different ones, or correct those that are "
+                "left out"
+            )
+        size = self.sequence_length
+        if self.shorten:
+            size = min(size, round_up(max(map(len, chain(*items))), SHORTEST))
+        chosen = validation_mask(keys)
+        splits = {}
+        for split, mine in (("train", ~chosen), ("val", chosen)):
+            splits[split] = self.pack(folder, split, list(compress(items, mine)), size)
+        return {
+            "version": PACKED_VERSION,
+            "dtype": DTYPE.name,
+            "sequence_length": 2 * size if self.pairs else size,
+            "template": template_digest(self.tokenizer),
+            "model": self.model,
+            "packed": self.packed,
+            "pairs": self.pairs,
+            "left_out": problems,
+            "splits": splits,
+        }
+
+    def encode_files(self) -> tuple[list[list[np.ndarray]], np.ndarray, dict[str, list]]:
+        """Tokenizes the conversations or pairs in the files.
+
+        Returns three values. The items: a list with the tokens of a conversation, or of the chosen
+        and the rejected one, each (n,) uint32 with their bits. The keys, (items,) uint64: a hash of
+        the messages or of a pair's prompt; conversations with equal token ids have one key, since a
+        template trims spaces. The problems: for each reason why rows are left out or changed, the
+        number of rows and the place of the first.
+
+        Raises `ValueError` for a row of another form or a file that cannot be read, and
+        `ChangedSource`.
+        """
+        items = []
+        keys = []
+        problems: dict[str, list[Any]] = {}
+        first_keys: dict[int, int] = {}
+        for path in progress(self.files, "tokenizing", len(self.files)):
+            for row, place in unchanged(read_rows(path), path, self.files[path]):
+                try:
+                    if row_suffix(path) in (".parquet", ".arrow"):
+                        text = json.dumps(row, default=str)
+                        row = json.loads(text, object_pairs_hook=without_nulls)
+                    item, prompt, reason = self.encode_row(row, place)
+                    items.append(item)
+                    key = int(text_digest(json.dumps(prompt, sort_keys=True))[:16], 16)
+                    ids = hash((np.concatenate(item) & TOKEN_ID).tobytes())
+                    keys.append(first_keys.setdefault(ids, key))
+                except Problem as problem:
+                    reason = str(problem)
+                if reason:
+                    problems.setdefault(reason, [0, place])
+                    problems[reason][0] += 1
+        return items, np.array(keys, np.uint64), problems
+
+    def encode_row(self, row: Any, place: str) -> tuple[list[np.ndarray], list[Message], str]:
+        """Returns the item of a row, its messages or a pair's prompt, and `CUT` if it is cut.
+
+        Only the last answers of a pair count. Raises `Problem` for a row that is left out, and
+        `ValueError` for one of another form.
+        """
+        if row is None:
+            raise Problem(EMPTY)
+        if self.pairs:
+            both: Sequence[list[Message]] = read_pair(row, place)
+            prompt = both[0][:-1]
+            counted = [False] * len(prompt) + [True]
+        else:
+            prompt, counted = read_messages(row, place)
+            both = [prompt]
+        item = [self.encode(messages, counted, row.get("tools")) for messages in both]
+        if self.pairs and np.array_equal(item[0], item[1]):  # a template trims spaces
+            raise Problem(EQUAL)
+        reason = ""
+        if max(map(len, item)) > self.sequence_length:
+            if not self.cut:
+                raise Problem(TOO_LONG.format(self.longer))
+            reason = CUT
+            item = [item[0][: self.sequence_length]]
+        if not (item[0] & COUNTS).any():
+            raise Problem(NO_ANSWER)
+        return item, prompt, reason
+
+    def pack(
+        self, folder: Path, split: str, items: Sequence[list[np.ndarray]], size: int
+    ) -> dict[str, Any]:
+        """Writes the shards of a split, tokens and targets; returns its entry in the manifest.
+
+        A window has `size` tokens, filled up with padding; its target is the number of its counted
+        tokens. Without `packed` a window has one conversation. The window of a pair is two rows of
+        `size` tokens, and its target is 1.
+        """
+        lengths = np.array([sum(map(len, item)) for item in items])
+        windows = [[number] for number in range(len(items))]
+        if self.packed and not self.pairs:
+            windows = best_fit(lengths, size)
+        writer = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION)
+        writer.documents = len(items)
+        targets = []
+        counted = 0
+        for window in progress(windows, f"packing {split}", len(windows)):
+            found = 0
+            for parts in zip(*(items[i] for i in window), strict=True):
+                row = np.concatenate(parts)
+                padding = self.tokenizer.pad_token_id
+                writer.append(np.pad(row, (0, size - len(row)), constant_values=padding))
+                found += int(np.count_nonzero(row & COUNTS))
+            counted += found
+            targets.append(1 if self.pairs else found)
+        target_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
+        target_writer.append(np.array(targets))
+        return {
+            "tokens": writer.tokens,
+            "documents": len(items),
+            "bytes": None,
+            "counted": counted,
+            "padding": writer.tokens - int(lengths.sum()),
+            "targets": target_writer.close(),
+            "shards": [writer.close()],
+        }
+
+
+# Rows and windows
 
 
 def without_nulls(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the fields of a struct that are not null: in a table each has those of all others."""
     return {name: value for name, value in fields if value is not None}
-
-
-def encode_pair(
-    tokenizer: "PreTrainedTokenizerBase", special: re.Pattern, row: Any, place: str
-) -> tuple[list[np.ndarray], list[Message]]:
-    """Returns the tokens of the chosen and the rejected conversation, and the prompt's messages.
-
-    Only the last answers count. Raises `ValueError` for a row of another form, and `Problem`.
-    """
-    pair = read_pair(row, place)
-    counted = [False] * (len(pair[0]) - 1) + [True]
-    item = [
-        encode_messages(tokenizer, special, messages, counted, row.get("tools"))
-        for messages in pair
-    ]
-    if np.array_equal(item[0], item[1]):  # a template trims spaces
-        raise Problem(EQUAL)
-    return item, pair[0][:-1]
 
 
 def encode_messages(
@@ -284,9 +337,6 @@ def marked_runs(counts: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(counts, prepend=False, append=False)).reshape(-1, 2)
 
 
-# From tokens to windows
-
-
 def validation_mask(keys: np.ndarray) -> np.ndarray:
     """Returns which conversations are for validation, (n,) bool; `keys`: (n,) uint64 hashes.
 
@@ -294,54 +344,10 @@ def validation_mask(keys: np.ndarray) -> np.ndarray:
     the 20th part with the lowest hashes, at least one.
     """
     keys, inverse = np.unique(keys, return_inverse=True)
-    chosen = keys % np.uint64(HELD_OUT) == 0
+    chosen = keys % HELD_OUT == 0
     if not fitting_share(chosen.sum(), len(keys)):
         chosen = np.arange(len(keys)) < max(1, round(len(keys) / HELD_OUT))
     return chosen[inverse]
-
-
-def pack(
-    folder: Path,
-    split: str,
-    items: Sequence[list[np.ndarray]],
-    size: int,
-    padding: int,
-    packed: bool,
-) -> dict:
-    """Writes the shards of a split, tokens and targets; returns the split's entry in the manifest.
-
-    A window has `size` tokens, filled up with the token id `padding`; its target is the number of
-    its counted tokens. Without `packed` a window has one conversation. The window of a pair is two
-    rows of `size` tokens, and its target is 1.
-    """
-    lengths = np.array([sum(map(len, item)) for item in items])
-    pairs = len(items[0]) > 1
-    windows = [[number] for number in range(len(items))]
-    if packed and not pairs:
-        windows = best_fit(lengths, size)
-    writer = ShardWriter(folder / f"{split}_000000.bin", DTYPE, PACKED_VERSION)
-    writer.documents = len(items)
-    targets = []
-    counted = 0
-    for window in progress(windows, f"packing {split}", len(windows)):
-        found = 0
-        for parts in zip(*(items[i] for i in window), strict=True):
-            row = np.concatenate(parts)
-            writer.append(np.pad(row, (0, size - len(row)), constant_values=padding))
-            found += int(np.count_nonzero(row & COUNTS))
-        counted += found
-        targets.append(1 if pairs else found)
-    target_writer = ShardWriter(folder / f"{split}_targets.bin", DTYPE)
-    target_writer.append(np.array(targets))
-    return {
-        "tokens": writer.tokens,
-        "documents": len(items),
-        "bytes": None,
-        "counted": counted,
-        "padding": writer.tokens - int(lengths.sum()),
-        "targets": target_writer.close(),
-        "shards": [writer.close()],
-    }
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
@@ -369,7 +375,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 # What was prepared
 
 
-def summary(manifest: Mapping) -> list[str]:
+def summary(manifest: dict) -> list[str]:
     """Returns lines that describe a manifest of conversations: each split, and what is left out."""
     lines = []
     length = manifest["sequence_length"]

@@ -4,11 +4,15 @@ import gzip
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from itertools import chain, groupby
 from pathlib import Path
 from typing import NamedTuple
+
+from gpt2_accel.runtime.files import first_line
 
 HELD_OUT = 20  # one document in 20 is for validation, if a corpus is not very large
 VAL_SHARE = 0.05  # the validation split's share of a corpus
@@ -39,22 +43,25 @@ def text_digest(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
-def held_out(key: str, one_in: int = HELD_OUT) -> bool:
-    """Whether the document with the name or text `key` is held out: one in `one_in`, by SHA-256.
-
-    A document keeps its split when others are added or removed.
-    """
-    return int(text_digest(key), 16) % one_in == 0
-
-
 def fitting_share(held: float, total: float) -> bool:
     """Whether `held` of a `total` amount is enough for validation, and not too much."""
     return FEWEST <= held / (total or 1) <= MOST
 
 
 def split_of(key: str, one_in: int = HELD_OUT) -> str:
-    """Returns the split of the document with the name or text `key`; equal rows share a split."""
-    return "val" if held_out(key, one_in) else "train"
+    """Returns the split of the document with the name or text `key`: one in `one_in` is held out.
+
+    Equal rows share a split, by SHA-256. A document keeps it when others are added or removed.
+    """
+    return "train" if int(text_digest(key), 16) % one_in else "val"
+
+
+def enough_held_out(sizes: Iterable[tuple[str, int]]) -> bool:
+    """Whether documents, given by split and size, have a `fitting_share` for validation."""
+    total: Counter[str] = Counter()
+    for split, size in sizes:
+        total[split] += size
+    return fitting_share(total["val"], total.total())
 
 
 def last_part(text: str) -> int:
@@ -69,7 +76,20 @@ def last_part(text: str) -> int:
     return cut if len(text) >= UNDIVIDED else len(text)
 
 
-# Cutting a text
+# Reading and cutting a text
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
+            "format, replace it or leave it out; if the network failed, start again, finished "
+            "work is kept"
+        ) from error
 
 
 def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
@@ -78,8 +98,8 @@ def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
 
 
 def text_size(path: Path) -> int:
-    """Returns the bytes of a file of text, decompressed."""
-    with open_text(path) as file:
+    """Returns the bytes of a file of text, decompressed. Raises `ValueError` if it is damaged."""
+    with reading(str(path)), open_text(path) as file:
         return file.seek(0, os.SEEK_END)
 
 

@@ -82,7 +82,7 @@ def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarra
     `size` and `key` (uint64) broadcast against x. The permutation is a balanced Feistel network
     over the smallest even number of bits that holds `size`.
     """
-    size = np.broadcast_to(np.asarray(size, np.int64), x.shape)
+    size = np.broadcast_to(size, x.shape)
     key = np.broadcast_to(key, x.shape)
     half = (np.ceil(np.log2(np.maximum(size, 2))).astype(np.int64) + 1) // 2
 
@@ -91,7 +91,7 @@ def permute(x: np.ndarray, size: int | np.ndarray, key: np.ndarray) -> np.ndarra
         left = x >> half[i]
         right = x & mask
         for round in range(ROUNDS):
-            mixed = hash64(key[i], round, right) >> np.uint64(32)
+            mixed = hash64(key[i], round, right) >> 32
             new = left ^ (mixed.astype(np.int64) & mask)
             left = right
             right = new
@@ -122,12 +122,12 @@ def hash64(*values: int | np.ndarray) -> np.ndarray:
 
     Uses the mixing step of splitmix64 (Steele, Lea and Flood, 2014).
     """
-    x = np.zeros(1, np.uint64)  # an array, since numpy warns of overflow in scalars
+    x: np.ndarray = np.zeros(1, np.uint64)  # an array, since numpy warns of overflow in scalars
     for value in values:
-        x = (x ^ np.asarray(value).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+        x = (x ^ np.asarray(value).astype(np.uint64)) + 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = x ^ (x >> 31)
     return x
 
 
@@ -260,10 +260,11 @@ class Loader:
     bos: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.sources = [source for source, _ in self.parts]
-        for number, source in enumerate(self.sources):
+        self.sources = []
+        for source, _ in self.parts:
             if isinstance(source, TokenStream):
-                self.sources[number] = Windows(source, self.sequence_length, self.bos)
+                source = Windows(source, self.sequence_length, self.bos)
+            self.sources.append(source)
         self.documents = any(source.documents for source in self.sources)
         self.problem: UnreadableData | None = None
 
@@ -394,9 +395,8 @@ class EvalLoader(Loader):
         self.mine = np.array(samples)[self.numbers]
         self.rounds = ceil_div(self.windows, self.world_size * self.batch_size)
         self.bytes_per_token = None
-        known = [source for source, _ in self.parts if getattr(source, "bytes", None)]
-        if len(known) == len(self.parts):
-            ratios = [stream.bytes / stream.tokens for stream in known]
+        if all(getattr(source, "bytes", None) for source, _ in self.parts):
+            ratios = [stream.bytes / stream.tokens for stream, _ in self.parts]
             self.bytes_per_token = float(np.average(ratios, weights=counts))
 
     def __iter__(self) -> Iterator[Batch]:

@@ -20,7 +20,6 @@ its messages.
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -42,7 +41,7 @@ UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image
     images image_url audio audios input_audio video videos file
 """.split()  # noqa: SIM905
-TOOLS = ["tools"]  # of a row
+TOOLS = ("tools",)  # of a row
 # The text of a list of messages.
 LISTED = re.compile(
     r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
@@ -113,9 +112,13 @@ def read_messages(row: Any, place: str) -> tuple[list[Message], list[bool]]:
 def raw_messages(row: dict, place: str) -> list:
     """Returns the messages of a row, unchecked; the messages of a prompt get a `weight` of 0."""
     fields = {name: value for name, value in row.items() if value is not None}
-    answer = fields.get("output", fields.get("response", fields.get("answer")))
-    task = fields.get("instruction", fields.get("question", fields.get("prompt")))
-    messages = listed(fields.get("messages", fields.get("conversations")))
+
+    def first(*names: str) -> Any:
+        return next((fields[name] for name in names if name in fields), None)
+
+    answer = first("output", "response", "answer")
+    task = first("instruction", "question", "prompt")
+    messages = listed(first("messages", "conversations"))
     if isinstance(messages, list):
         pass
     elif "prompt" in fields and "completion" in fields:
@@ -141,7 +144,7 @@ def raw_messages(row: dict, place: str) -> list:
             "in messages or conversations; or prompt and completion; or instruction, question or "
             "prompt, and output, response or answer: rename or correct them"
         )
-    system = fields.get("system", fields.get("system_prompt"))
+    system = first("system", "system_prompt")
     if system is not None and not (messages and role_of(messages[0]) == "system"):
         return as_messages(system, "system") + messages
     return messages
@@ -203,7 +206,7 @@ def text_of(content: Any) -> str:
     return text
 
 
-def check_supported(fields: dict, allowed: Sequence[str] = ()) -> None:
+def check_supported(fields: dict, allowed: tuple[str, ...] = ()) -> None:
     """Raises `Problem` if a row, a message or a part has a field that is not supported."""
     if any(fields.get(name) for name in UNSUPPORTED if name not in allowed):
         raise Problem(NOT_SUPPORTED)

@@ -3,24 +3,17 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from gpt2_accel.data.shards import (
-    DATA_MANIFEST,
-    MANIFEST_FORMAT,
-    check_same,
-    read_manifest,
-)
+from gpt2_accel.data.shards import DATA_MANIFEST, MANIFEST_FORMAT, check_same, read_manifest
 from gpt2_accel.runtime.files import atomic_directory, write_json
 
 
 def write_mixture(
     data_dir: str | Path,
-    weights: Mapping[str, float],
-    phases: Sequence[tuple[float, Mapping[str, float]]] = (),
+    weights: dict[str, float],
+    phases: Sequence[tuple[float, dict[str, float]]] = (),
 ) -> dict:
     """Writes a folder that is a mixture of other folders; `weights` maps folders to weights.
 
@@ -39,7 +32,7 @@ def write_mixture(
                 f"the weights from {share:g} of the run on are {dict(own)}: give positive weights "
                 f"of {', '.join(weights)}"
             )
-    if any(not before < after for before, after in pairwise(shares)):
+    if shares != sorted(set(shares)):
         raise ValueError(f"phases begin at {shares[1:-1]} of the run: give rising shares below 1")
     manifests = {}
     parts = []
@@ -53,26 +46,33 @@ def write_mixture(
     check_same(manifests)
     # The tokenizer of conversations has the chat template.
     first, newest = max(manifests.items(), key=lambda item: item[1]["version"])
-    splits: dict[str, dict[str, Any]] = {}
-    for name in newest["splits"]:
-        entries = [m["splits"][name] for m in manifests.values() if name in m["splits"]]
-        if len(entries) == len(manifests):
-            splits[name] = {"shards": []}
-            for count in ("tokens", "documents", "bytes"):  # part of the data's fingerprint
-                counts = [entry[count] for entry in entries]
-                splits[name][count] = None if None in counts else sum(counts)
-    manifest = {"format": MANIFEST_FORMAT}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "source": " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items()),
+        "mixture": parts,
+        "splits": sum_splits([own["splits"] for own in manifests.values()]),
+    }
     for name in ("version", "tokenizer", "dtype", "sequence_length"):
         manifest[name] = newest.get(name)
-    manifest["source"] = " + ".join(f"{weight:g} x {folder}" for folder, weight in weights.items())
-    manifest["mixture"] = parts
     if phases:
         manifest["phases"] = [
             {"from": share, "weights": [own.get(folder, 0.0) for folder in weights]}
             for share, own in phases
         ]
-    manifest["splits"] = splits
     with atomic_directory(data_dir) as scratch:
         shutil.copytree(first / "tokenizer", scratch / "tokenizer")
         write_json(scratch / DATA_MANIFEST, manifest)
     return manifest
+
+
+def sum_splits(parts: Sequence[dict[str, dict]]) -> dict[str, dict]:
+    """Returns the splits that all parts of a mixture have, with the sums of their counts, which are
+    part of the data's fingerprint."""
+    splits: dict[str, dict] = {}
+    for name in parts[0]:
+        if all(name in part for part in parts):
+            splits[name] = {"shards": []}
+            for count in ("tokens", "documents", "bytes"):
+                counts = [part[name][count] for part in parts]
+                splits[name][count] = None if None in counts else sum(counts)
+    return splits

@@ -27,10 +27,11 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Generator[Batch]
         for batch in reads:
             if batch is None:
                 return
-            moved = {}
-            for name, part in batch._asdict().items():
-                if isinstance(part, torch.Tensor):
-                    moved[name] = to_device(part, device)
+            moved = {
+                name: to_device(part, device)
+                for name, part in batch._asdict().items()
+                if isinstance(part, torch.Tensor)
+            }
             yield batch._replace(**moved)
 
 

@@ -31,7 +31,14 @@ from gpt2_accel.data.shards import (
     TokenStream,
     read_manifest,
 )
-from gpt2_accel.data.sources import ChangedSource, Source, one_text, text_source, texts
+from gpt2_accel.data.sources import (
+    ChangedSource,
+    Source,
+    read_text,
+    text_source,
+    texts,
+    tiny_shakespeare,
+)
 from gpt2_accel.data.threads import in_order
 from gpt2_accel.runtime.files import (
     disk_errors,
@@ -92,22 +99,33 @@ def prepare_text(
 ) -> None:
     """Prepares the text of `path`, by default tiny Shakespeare, unless `data_dir` holds it already.
 
-    `tokenizer_of` maps the text to its tokenizer. Raises `ValueError` if `data_dir` was made from
-    another text, or if the text is empty or not UTF-8; `OSError` if it cannot be read.
+    Raises `ValueError` if `data_dir` was made from another text, and what `prepare_one` raises.
     """
-    prepared = (Path(data_dir) / DATA_MANIFEST).exists()
-    if prepared and path is None:
-        return
-    text, name = one_text(path)
-    if not prepared:
-        tokenizer = tokenizer_of(text)
-        plan = plan_of([name], tokenizer)  # another start may finish first
-        found = [text_source(text, name, tokenizer)]
-        prepare_sources(found, tokenizer, data_dir, source=name, plan=plan)
-    elif name.split()[-1] not in read_manifest(data_dir)["source"]:  # SHA-256
+    if not (Path(data_dir) / DATA_MANIFEST).exists():
+        prepare_one(path, data_dir, tokenizer_of)
+    elif path is not None and text_digest(read_text(path)) not in read_manifest(data_dir)["source"]:
         raise ValueError(
             f"{data_dir} was made from another text than {path}: choose another --data_dir"
         )
+
+
+def prepare_one(
+    path: str | Path | None,
+    data_dir: str | Path,
+    tokenizer_of: Callable[[str], "PreTrainedTokenizerBase"],
+    command: str | None = None,
+) -> dict:
+    """Tokenizes the text of `path`, by default tiny Shakespeare, into `data_dir`.
+
+    `tokenizer_of` maps the text to its tokenizer. Returns the manifest. Raises `ValueError` if the
+    text is empty or not UTF-8, `OSError` if it cannot be read or the folder holds other data.
+    """
+    text = tiny_shakespeare() if path is None else read_text(path)
+    name = f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
+    tokenizer = tokenizer_of(text)
+    found = [text_source(text, name, tokenizer)]
+    plan = plan_of(found, tokenizer)  # another start may finish first
+    return prepare_sources(found, tokenizer, data_dir, source=name, plan=plan, command=command)
 
 
 def prepare_sources(
@@ -116,7 +134,7 @@ def prepare_sources(
     data_dir: str | Path,
     *,
     source: str,
-    plan: str | None = None,
+    plan: str,
     splits: Sequence[str] = ("train", "val"),
     shard_tokens: float = math.inf,
     validation_tokens: int = 0,
@@ -162,7 +180,7 @@ def prepare_sources(
 
     begin, end = document_marks(tokenizer)
     # 0.4 separated documents otherwise, also by the unknown token.
-    if plan and END_OF_TEXT not in tokenizer.get_vocab() and (begin or tokenizer.unk_token):
+    if END_OF_TEXT not in tokenizer.get_vocab() and (begin or tokenizer.unk_token):
         plan += f", {begin}, {end}"
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
 
@@ -223,21 +241,19 @@ class TextWriter:
     validation_tokens: int
 
     def __post_init__(self) -> None:
-        dtype = "uint16" if len(self.tokenizer) <= 2**16 else "uint32"
-        self.dtype = TOKEN_DTYPES[dtype]
+        self.dtype = TOKEN_DTYPES["uint16" if len(self.tokenizer) <= 2**16 else "uint32"]
         self.tokenize = token_encoder(self.tokenizer)
         self.tokenize("")  # sets the options of a Hugging Face tokenizer, which the threads share
         probe = probe_ids(self.tokenizer) or []
         self.is_lossy = lost_characters(self.tokenizer, PROBE, probe) > 0
         self.special = special_pattern(self.tokenizer)
-        begin, end = document_marks(self.tokenizer)
-        self.begin = np.array(begin, self.dtype)
-        self.end = np.array(end, self.dtype)
+        marks = document_marks(self.tokenizer)
+        self.begin, self.end = (np.array(mark, self.dtype) for mark in marks)
         entries = {}
         for split in self.splits:
             entries[split] = {"tokens": 0, "documents": 0, "bytes": 0, "shards": []}
-        counts = {"unknown": 0, "special": {}}
-        self.record = {"next": (0, 0), "splits": entries} | counts | self.record
+        new = {"next": (0, 0), "splits": entries, "unknown": 0, "special": {}}
+        self.record = new | self.record
         self.shards: dict[str, ShardWriter] = {}  # those that are open
 
     def encode(self, group: list[Piece]) -> list[tuple[Piece, np.ndarray, int, int, Counter]]:
@@ -250,12 +266,7 @@ class TextWriter:
         encoded = []
         for piece in group:
             unknown = 0
-            text = piece.chunk
-            try:
-                size = len(text.encode())
-            except UnicodeEncodeError:
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                size = len(text.encode())
+            text = piece.chunk.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             try:
                 tokens = self.tokenize(text)
             except ValueError as error:
@@ -263,13 +274,10 @@ class TextWriter:
             if self.is_lossy:
                 unknown = lost_characters(self.tokenizer, text, tokens.tolist())
                 tokens = tokens[~np.isin(tokens, (*self.begin, *self.end))]
-            parts = [tokens]
-            if piece.begins:
-                parts.insert(0, self.begin)
-            if piece.ends:
-                parts.append(self.end)
+            parts = self.begin[: piece.begins], tokens, self.end[: piece.ends]  # 0 or 1 token each
             tokens = np.concatenate(parts, dtype=self.dtype, casting="unsafe")
-            encoded.append((piece, tokens, size, unknown, Counter(self.special.findall(text))))
+            special = Counter(self.special.findall(text))
+            encoded.append((piece, tokens, len(text.encode()), unknown, special))
         return encoded
 
     def append(self, piece: Piece, tokens: np.ndarray, size: int) -> None:
@@ -314,7 +322,7 @@ def make_data(
     write: Callable[[Path, dict], dict],
     tokenizer: "PreTrainedTokenizerBase",
     data_dir: str | Path,
-    plan: str | None,
+    plan: str,
     **about: str | None,
 ) -> dict:
     """Makes a data folder in the format of `shards.py`, unless `plan`'s folder is complete.
@@ -339,7 +347,7 @@ def make_data(
     try:
         if not os.path.lexists(data_dir):
             write_folder(write, tokenizer, data_dir, plan, about)
-        elif not plan or read_json(data_dir / DATA_MANIFEST).get("plan") != plan:
+        elif read_json(data_dir / DATA_MANIFEST).get("plan") != plan:
             raise FileExistsError(
                 f"{data_dir} exists already, and not from the same files (their names, sizes, "
                 "times) and settings: choose another folder"
@@ -358,8 +366,8 @@ def write_folder(
     write: Callable[[Path, dict], dict],
     tokenizer: "PreTrainedTokenizerBase",
     data_dir: Path,
-    plan: str | None,
-    about: Mapping[str, str | None],
+    plan: str,
+    about: dict[str, Any],
 ) -> None:
     """Writes the new folder `data_dir`. A kill leaves the finished shards in `.NAME.partial`."""
     work = data_dir.with_name(f".{data_dir.name}.partial")
@@ -370,10 +378,8 @@ def write_folder(
     entry = tokenizer_entry(tokenizer, name, text_start(tokenizer))
     try:
         with disk_errors(work, data_dir):
-            manifest: dict[str, Any] = {"format": MANIFEST_FORMAT, "tokenizer": entry}
-            manifest.update(about)
-            manifest.update(write(work, record))
-            manifest["plan"] = plan
+            manifest = {"format": MANIFEST_FORMAT, "tokenizer": entry} | about
+            manifest |= write(work, record) | {"plan": plan}
             save_tokenizer(tokenizer, work / "tokenizer", data_dir / "tokenizer")
             write_json(work / DATA_MANIFEST, manifest)
     except BaseException as error:
@@ -410,7 +416,7 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def open_work(work: Path, plan: str | None) -> dict:
+def open_work(work: Path, plan: str) -> dict:
     """Returns the record of the work folder if it is of this plan; else empties the folder."""
     record = read_json(work / RECORD)
     if record and record["plan"] == plan and "special" in record:  # 0.5 has other documents

@@ -8,12 +8,11 @@ import os
 import re
 import shlex
 import zipfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
-from gpt2_accel.data.documents import CHUNK
-from gpt2_accel.runtime.files import check_pointer, first_line
+from gpt2_accel.data.documents import CHUNK, reading
+from gpt2_accel.runtime.files import check_pointer
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # A suffix of COMPRESSED may follow.
@@ -27,19 +26,6 @@ def row_suffix(path: str | os.PathLike | zipfile.Path) -> str:
     if suffix in COMPRESSED:
         suffix = os.path.splitext(name)[1]
     return suffix if suffix in ROW_SUFFIXES else ""
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
-            "format, replace it or leave it out; if the network failed, start again, finished "
-            "work is kept"
-        ) from error
 
 
 def open_file(path: str | zipfile.Path) -> io.BufferedReader:
@@ -63,20 +49,16 @@ def open_file(path: str | zipfile.Path) -> io.BufferedReader:
 def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any, str]]:
     """Yields the rows of a file, each with its place for messages, such as `FILE, line 3`.
 
-    With `column`, rows of Parquet have that column only. All values of CSV are texts. A file of
-    JSON has a row per line, or is one array of rows, or one row over several lines. Raises
-    `ValueError` if the file cannot be read, for a line that is not JSON in UTF-8, and for Parquet
-    without the column.
+    With `column`, rows of Parquet have that column only, if it is there. All values of CSV are
+    texts. A file of JSON has a row per line, or is one array of rows, or one row over several
+    lines. Raises `ValueError` if the file cannot be read, and for a line that is not JSON in UTF-8.
     """
     check_pointer(str(path))
-    suffix = row_suffix(path)
-    if suffix == ".parquet":
-        yield from parquet_rows(path, column)
-        return
-    if suffix in (".csv", ".arrow"):
+    readers = {".parquet": parquet_rows, ".csv": csv_rows, ".arrow": arrow_rows}
+    read = readers.get(row_suffix(path))
+    if read:
         with reading(str(path)), open_file(path) as file:
-            read = csv_rows if suffix == ".csv" else arrow_rows
-            for number, value in enumerate(read(file), 1):
+            for number, value in enumerate(read(file, column), 1):
                 yield value, f"{path}, row {number:,}"
         return
     for number, line in enumerate(read_lines(path), 1):
@@ -109,7 +91,7 @@ def read_lines(path: str | zipfile.Path) -> Iterator[bytes]:
             yield from file
 
 
-def csv_rows(file: io.BufferedReader) -> Iterator[dict]:
+def csv_rows(file: io.BufferedReader, _: str) -> Iterator[dict]:
     """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header, and for
     columns that are separated by semicolons."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long texts
@@ -126,7 +108,7 @@ def csv_rows(file: io.BufferedReader) -> Iterator[dict]:
         yield row
 
 
-def arrow_rows(file: io.BufferedReader) -> Iterator[dict]:
+def arrow_rows(file: io.BufferedReader, _: str) -> Iterator[dict]:
     """Yields the rows of a stream of Arrow."""
     from pyarrow.ipc import open_stream
 
@@ -134,20 +116,14 @@ def arrow_rows(file: io.BufferedReader) -> Iterator[dict]:
         yield from batch.to_pylist()
 
 
-def parquet_rows(path: str | zipfile.Path, column: str) -> Iterator[tuple[Any, str]]:
-    """Yields the rows of a Parquet file, each with its place for messages."""
+def parquet_rows(file: io.BufferedReader, column: str) -> Iterator[dict]:
+    """Yields the rows of Parquet, with all columns if `column` is not one of them."""
     from pyarrow.parquet import ParquetFile
 
-    with reading(str(path)):
-        file = ParquetFile(open_file(path))
-    if column and column not in file.schema_arrow.names:
-        raise ValueError(no_column(str(path), column, file.schema_arrow.names))
-    number = 0
-    with reading(str(path)), file:
-        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column] if column else None):
-            for value in batch.to_pylist():
-                number += 1
-                yield value, f"{path}, row {number:,}"
+    parquet = ParquetFile(file)
+    columns = [column] if column in parquet.schema_arrow.names else None
+    for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=columns):
+        yield from batch.to_pylist()
 
 
 def column_of(row: Any, column: str, place: str) -> str:
@@ -161,7 +137,10 @@ def column_of(row: Any, column: str, place: str) -> str:
             f"{{{column!r}: …}}, one per line"
         )
     if column not in row:
-        raise ValueError(no_column(f"{place},", column, row))
+        fix = f"give --column {' or --column '.join(map(shlex.quote, row))}"
+        if {"messages", "conversations"} & row.keys():
+            fix = "they are conversations, prepare them by the command chat"
+        raise ValueError(f"{place}, has no column {column!r}: {fix}")
     value = row[column]
     if not isinstance(value, str | None):
         raise ValueError(
@@ -169,11 +148,3 @@ def column_of(row: Any, column: str, place: str) -> str:
             "choose another by --column, or correct it"
         )
     return value or ""
-
-
-def no_column(place: str, column: str, columns: Iterable[str]) -> str:
-    """Returns the message about rows that do not have a column."""
-    fix = f"give --column {' or --column '.join(map(shlex.quote, columns))}"
-    if {"messages", "conversations"} & set(columns):
-        fix = "they are conversations, prepare them by the command chat"
-    return f"{place} has no column {column!r}: {fix}"

@@ -54,7 +54,6 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,7 @@ PACKED_VERSION = 2
 # The bits of a token in version 2, above its id.
 STARTS = np.uint32(1 << 30)
 COUNTS = np.uint32(1 << 31)
-TOKEN_ID = STARTS - np.uint32(1)
+TOKEN_ID = STARTS - 1
 HEADER = struct.Struct("<8sIIQ32s8x")
 TOKEN_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DATA_MANIFEST = "manifest.json"
@@ -277,7 +276,7 @@ def read_parts(folder: Path, manifest: dict) -> list[tuple[Path, dict, float]]:
     return [(part, parts[part], weight / total) for part, weight in weights.items()]
 
 
-def check_same(manifests: Mapping[Path, dict]) -> None:
+def check_same(manifests: dict[Path, dict]) -> None:
     """Raises `ValueError` if the tokenizers, window lengths or chat templates differ."""
     expected: dict[str, str | int] = {}
     for folder, manifest in manifests.items():

@@ -21,7 +21,7 @@ optional attribute `fingerprint`, a text, changes with the content.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -185,7 +185,7 @@ def open_data(data_dir: str | Path) -> Data:
     )
 
 
-def data_fingerprint(manifest: Mapping, parts: Iterable[tuple[Path, Mapping, float]] = ()) -> str:
+def data_fingerprint(manifest: Mapping, parts: Sequence[tuple[Path, Mapping, float]] = ()) -> str:
     """Returns the SHA-256 (hex) of the tokenizer, splits and shard checksums in a manifest.
 
     For a mixture also those of its `parts`, from `read_parts`.
@@ -249,21 +249,16 @@ class Rows:
         item = source[0]
         if isinstance(item, Mapping) and "labels" in item:
             self.usual -= 1  # the last has no target
-        numbers = range(min(TRIED, self.windows))
-        first = [self[number] for number in numbers]
-        for number, window in zip(numbers, first, strict=True):
+        first = [self[number] for number in range(min(TRIED, self.windows))]
+        digest = sha256(f"{self.windows}, {first[0].shape}".encode())
+        for number, window in enumerate(first):
+            digest.update(window.tobytes())
             if not np.array_equal(window, self[number]):
                 raise ValueError(
                     f"{name}: window {number} is another when it is read again: item i has to be a "
                     "function of i, so draw random numbers by numpy.random.default_rng(i)"
                 )
-        digest = sha256(f"{self.windows}, {first[0].shape}".encode())
-        for window in first:
-            digest.update(window.tobytes())
         self.fingerprint = str(getattr(source, "fingerprint", digest.hexdigest()))
-
-    def __len__(self) -> int:
-        return self.windows
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Returns inputs, targets and documents of a window, (3, T) int64.
@@ -326,12 +321,13 @@ def window_of(item: Any) -> np.ndarray:
     return np.stack(parts).astype(np.int64)
 
 
-@dataclass(eq=False)
-class Counted:
-    """A source with the number of targets that count in each window, `targets`, (windows,)."""
+class counted:
+    """Reads a source once, and adds a method `counts` to it."""
 
-    source: Any
-    targets: np.ndarray
+    def __init__(self, source: Any):
+        self.source = source
+        numbers = progress(range(len(source)), "counting targets", len(source))
+        self.targets = [int((window_of(source[i])[1] != -100).sum()) for i in numbers]
 
     def __len__(self) -> int:
         return len(self.source)
@@ -341,11 +337,4 @@ class Counted:
 
     def counts(self, number: int) -> int:
         """Returns the number of targets that count in a window."""
-        return int(self.targets[number])
-
-
-def counted(source: Any) -> Counted:
-    """Reads a source once, and returns it with a method `counts`."""
-    numbers = progress(range(len(source)), "counting targets", len(source))
-    targets = [(window_of(source[number])[1] != -100).sum() for number in numbers]
-    return Counted(source, np.array(targets))
+        return self.targets[number]

@@ -16,17 +16,17 @@ from gpt2_accel.data.documents import (
     VAL_SHARE,
     Document,
     chunks,
-    fitting_share,
+    enough_held_out,
     last_part,
     next_cut,
     open_text,
+    reading,
     separated,
     separator_pattern,
     split_of,
-    text_digest,
     text_size,
 )
-from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, reading, row_suffix
+from gpt2_accel.data.rows import ROW_SUFFIXES, column_of, read_rows, row_suffix
 from gpt2_accel.runtime.files import check_pointer, first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, document_marks, text_separators
 
@@ -80,9 +80,7 @@ def text_file(path: Path, split: str | None, separator: re.Pattern) -> Source:
     state = state_of(str(path))
 
     def documents() -> Iterator[Document]:
-        cut = size
-        if split is None:
-            cut = next_cut(path, int(size * (1 - VAL_SHARE)), separator)
+        cut = size if split else next_cut(path, int(size * (1 - VAL_SHARE)), separator)
         rest = unchanged(read_part(path, cut, size), str(path), state)
         for own, parts in ((split or "train", read_part(path, 0, cut)), ("val", rest)):
             for pieces in separated(parts, separator):
@@ -146,19 +144,11 @@ def corpus_files(
     `VAL_SHARE` of each file is held out instead. `row_files` describes `column`. Raises
     `ValueError` if a row has no text in `column`.
     """
-    splits: dict[Path, str | None] = {}
-    rows = []
-    sizes = {"train": 0, "val": 0}
-    for path, name in names.items():
-        if row_suffix(path):
-            rows.append(str(path))
-        else:
-            split = split_of(name)
-            splits[path] = split
-            with reading(str(path)):
-                sizes[split] += text_size(path)
-    if not fitting_share(sizes["val"], sum(sizes.values())):
-        splits = dict.fromkeys(splits)
+    rows = [str(path) for path in names if row_suffix(path)]
+    held = {path: split_of(name) for path, name in names.items() if not row_suffix(path)}
+    splits: dict[Path, str | None] = dict.fromkeys(held)
+    if enough_held_out((split, text_size(path)) for path, split in held.items()):
+        splits |= held
     lines = text_separators(tokenizer) if separator is None else filter(None, [separator])
     pattern = separator_pattern(lines)
     plain = [text_file(path, split, pattern) for path, split in splits.items()]
@@ -175,11 +165,9 @@ def row_files(paths: Sequence[str], column: str, one_in: int = HELD_OUT) -> list
     files = [row_file(path, column, one_in) for path in paths]
     if one_in != HELD_OUT:
         return files
-    sizes = {"train": 0, "val": 0}
-    documents = itertools.chain.from_iterable(file.documents() for file in files)
-    for document in itertools.islice(documents, SAMPLED_ROWS):
-        sizes[document.split] += sum(map(len, document.chunks))
-    if fitting_share(sizes["val"], sum(sizes.values())):
+    documents = (document for file in files for document in file.documents())
+    first = itertools.islice(documents, SAMPLED_ROWS)
+    if enough_held_out((own.split, sum(map(len, own.chunks))) for own in first):
         return files
     return [row_file(path, column, None) for path in paths]
 
@@ -351,16 +339,6 @@ def commit_of(name: str, revision: str | None) -> str | None:
 
 
 # One text
-
-
-def one_text(path: str | Path | None = None) -> tuple[str, str]:
-    """Returns the text of the file `path`, by default tiny Shakespeare, and its name.
-
-    The name has the file's name and the text's SHA-256. Raises `OSError` if the text cannot be
-    read, `ValueError` if it is empty or not UTF-8.
-    """
-    text = tiny_shakespeare() if path is None else read_text(path)
-    return text, f"{path or 'tiny Shakespeare'}, SHA-256 {text_digest(text)}"
 
 
 def text_source(text: str, name: str, tokenizer: "PreTrainedTokenizerBase") -> Source:

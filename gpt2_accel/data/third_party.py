@@ -76,14 +76,11 @@ def import_tokens(source: str, data_dir: str | Path, command: str) -> dict:
             writers["train"].append(ids[:cut])
             writers["val"].append(ids[cut:])
             left = max(0, left - len(ids))
-        splits = {}
-        for split, writer in writers.items():
-            splits[split] = {
-                "tokens": writer.tokens,
-                "documents": None,
-                "bytes": None,
-                "shards": [writer.close()],
-            }
+        counts = {"documents": None, "bytes": None}
+        splits = {
+            split: {"tokens": writer.tokens} | counts | {"shards": [writer.close()]}
+            for split, writer in writers.items()
+        }
         return {
             "version": VERSION,
             "dtype": dtype.name,

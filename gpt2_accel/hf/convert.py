@@ -49,7 +49,7 @@ from gpt2_accel.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 LORA = "a model for an adapter of peft"
 CUSTOM = "gpt2_accel_custom"  # the `model_type` of a model that transformers does not have
@@ -75,49 +75,19 @@ def save_pretrained(
     `ValueError` if the tokenizer has more tokens than the model has rows, or does not encode
     equally when `AutoTokenizer` loads it.
     """
-    from transformers import GenerationConfig
-
     config = model.config
     if tokenizer is not None:
         check_vocabulary(tokenizer, config.vocab_size, name or directory)
     ids = special_ids(tokenizer, config.vocab_size)
     ends = [] if tokenizer is None else text_ends(tokenizer)
-    generation = copy.copy(getattr(model, "generation", None))
-    if generation is None:
-        generation = GenerationConfig(
-            # A bare pipeline call asks for 256, and fails if there are fewer positions.
-            max_new_tokens=max(1, min(256, config.n_positions // 2)),
-            do_sample=True,
-            top_k=min(50, config.vocab_size),
-        )
-    generation.update(**({"pad_token_id": ids["eos_token_id"]} | ids))
-    if len(ends) > 1:
-        generation.eos_token_id = ends
-    kind = class_name(type(model))
-    adapter = ""
+    generation = generation_config(model, ids, ends)
     with atomic_files(directory) as folder:
         if isinstance(model, AnyModel):
             write_any(model, folder, ids, ends, generation)
-            if model.adapter:
-                adapter = opening_lines(model)
         else:
-            generation.save_pretrained(folder)
-            tensors = model.state_dict()
-            if not custom:
-                hf_config(config, ids, model.dtype).save_pretrained(folder)
-                tensors = to_hf(model)
-            if model.device.type != "meta":
-                packed = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-                save_file(packed, folder / WEIGHTS, {"format": "pt"})
-        card = model_card(
-            name or str(directory),
-            describe(config),
-            training,
-            CUSTOM if custom else config.architecture,
-            chat=tokenizer is not None and bool(tokenizer.chat_template),
-            adapter=adapter,
-            custom=f"{custom}. Its class is `{kind}`" if custom else "",
-        )
+            write_own(model, folder, ids, generation, custom)
+        chat = tokenizer is not None and bool(tokenizer.chat_template)
+        card = card_of(model, name or str(directory), training, chat, custom)
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -125,12 +95,65 @@ def save_pretrained(
             save_tokenizer(tokenizer, folder, directory)
             tokenizer.backend_tokenizer.model.save(str(folder))  # vocab.json, merges.txt
         if custom:  # comes last: AutoTokenizer warns of such a config
-            values = {"model_type": CUSTOM, "class": kind, "config": asdict(config)}
-            write_json(folder / "config.json", values | ids)
+            values = {"model_type": CUSTOM, "class": class_name(type(model))}
+            write_json(folder / "config.json", values | {"config": asdict(config)} | ids)
         Path(directory, hub.MODEL_MANIFEST).unlink(missing_ok=True)  # it lists the old files
     for old in Path(directory).glob("model*.safetensors*"):
         if old.name != WEIGHTS:  # the shards of an earlier model, and their index
             old.unlink()
+
+
+def generation_config(
+    model: LanguageModel, ids: dict[str, int | None], ends: list[int]
+) -> "GenerationConfig":
+    """Returns the generation config of a model's base, or a new one, with the special tokens `ids`
+    and the tokens that end a text."""
+    from transformers import GenerationConfig
+
+    generation = copy.copy(getattr(model, "generation", None)) or GenerationConfig(
+        # A bare pipeline call asks for 256, and fails if there are fewer positions.
+        max_new_tokens=max(1, min(256, model.config.n_positions // 2)),
+        do_sample=True,
+        top_k=min(50, model.config.vocab_size),
+    )
+    generation.update(**({"pad_token_id": ids["eos_token_id"]} | ids))
+    if len(ends) > 1:
+        generation.eos_token_id = ends
+    return generation
+
+
+def write_own(
+    model: LanguageModel,
+    folder: Path,
+    ids: Mapping[str, int | None],
+    generation: "GenerationConfig",
+    custom: str,
+) -> None:
+    """Writes weights, generation config and, unless the model is `custom`, config of a model in
+    `models/`."""
+    generation.save_pretrained(folder)
+    tensors = model.state_dict()
+    if not custom:
+        hf_config(model.config, ids, model.dtype).save_pretrained(folder)
+        tensors = to_hf(model)
+    if model.device.type != "meta":
+        packed = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(packed, folder / WEIGHTS, {"format": "pt"})
+
+
+def card_of(
+    model: LanguageModel, name: str, training: Training | None, chat: bool, custom: str
+) -> str:
+    """Returns the model card; the arguments as in `save_pretrained` and `model_card`."""
+    return model_card(
+        name,
+        describe(model.config),
+        training,
+        CUSTOM if custom else model.config.architecture,
+        chat=chat,
+        adapter=opening_lines(model) if isinstance(model, AnyModel) and model.adapter else "",
+        custom=f"{custom}. Its class is `{class_name(type(model))}`" if custom else "",
+    )
 
 
 def special_ids(

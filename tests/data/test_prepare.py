@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gpt2_accel import GPTConfig
 from gpt2_accel.data import documents
-from gpt2_accel.data.documents import chunks, held_out
+from gpt2_accel.data.documents import chunks, split_of
 from gpt2_accel.data.prepare import TextWriter, plan_of, prepare, prepare_sources, prepare_text
 from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.data.source import open_data, verify_data
@@ -136,7 +136,7 @@ def test_all_formats_give_the_same_documents_with_any_shards_and_threads(
     assert sorted(train + val) == sorted(texts * 10)
     assert 30 < len(val) < 150
     # Equal rows share a split, in every format.
-    rows = [text for text in texts if held_out(text)]
+    rows = [text for text in texts if split_of(text) == "val"]
     assert all(val.count(text) in (9, 10) for text in rows)
     assert len(val) <= 9 * len(rows) + 20
 
@@ -332,7 +332,7 @@ def test_data_sets_of_the_hub_are_streamed_and_failed_requests_are_repeated(tmp_
             train, val = everything_in(tmp_path / name)
             expected = sorted(f"{i} {j} hello" for i in range(2) for j in range(500))
             assert sorted(train + val) == expected
-            assert val == [text for text in val if held_out(text)]
+            assert val == [text for text in val if split_of(text) == "val"]
             assert 20 < len(val) < 90
         assert "u/m cannot be found on the Hub (404" in prepared("u/m").stderr
     [line] = [text for text in prepared("u/n").stderr.splitlines() if text.strip()]
