@@ -39,11 +39,12 @@ def resume(run: Run, checkpoint: Path) -> None:
         saved = read_state(checkpoint)
         for name, value in order_of(run).items():
             if saved[name] != value and not config.ignore_changes:
-                new = f"{value} of {run.data.name}" if name == "data" else value
+                was = f"the {name} {saved[name]}, not {value}"
+                if name == "data":  # by a digest
+                    was = f"other data than {run.data.name}"
                 raise ValueError(
-                    f"{checkpoint} was trained with the {name} {saved[name]}, not {new}, which "
-                    "changes the order of the data: resume with the original value, or with "
-                    "--ignore_changes"
+                    f"{checkpoint} was trained with {was}, which changes the order of the data: "
+                    "resume with the original value, or with --ignore_changes"
                 )
         tokens = saved["sequences"] * saved["sequence_length"]
         run.changes = changed_settings(config, saved["settings"], saved["step"], tokens)

@@ -83,11 +83,12 @@ class ChatSFT(TrainConfig):
         self.init_from = self.init_from or self.model
 
 
-def prepares_beside(config: TrainConfig, inputs: tuple, names: str) -> bool:
+def prepares_beside(config: TrainConfig, inputs: tuple, names: str, pairs: bool = False) -> bool:
     """Sets `data_dir` to a folder in the run's folder; returns whether it has to be prepared.
 
     Its name is a hash of `inputs`, which `names` are. Raises `ValueError` if `data_dir` is given or
-    if the inputs have changed since the run began.
+    if the inputs have changed since the run began. With `ignore_changes` it is prepared again, but
+    not for `pairs`: their reference is the model before the run.
     """
     from gpt2_accel.checkpoint.find import list_checkpoints
     from gpt2_accel.data.shards import DATA_MANIFEST
@@ -99,10 +100,11 @@ def prepares_beside(config: TrainConfig, inputs: tuple, names: str) -> bool:
     config.data_dir = str(folder)
     if (folder / DATA_MANIFEST).is_file():
         return False
-    if list_checkpoints(run_dir) and not config.ignore_changes:
+    if list_checkpoints(run_dir) and (pairs or not config.ignore_changes):
+        hint = "" if pairs else ", or continue with --ignore_changes"
         raise ValueError(
             f"{names} has changed since the run in {run_dir} began: choose another --output_dir "
-            "for a new run, or continue with --ignore_changes"
+            f"for a new run{hint}"
         )
     return True
 
@@ -158,7 +160,7 @@ def prepare_file(config: ChatSFT, file: Path, longest: int | None, pairs: bool) 
     option = "--max_length" if pairs else "--sequence_length"
     tokenizer, positions, packed = chat_model(directory, longest, option)
     inputs = digest(file), fingerprint(with_padding(tokenizer)), tokenizer.chat_template, longest
-    if not prepares_beside(config, inputs, f"{file}, the model or the length of a window"):
+    if not prepares_beside(config, inputs, f"{file}, the model or the length of a window", pairs):
         return
     manifest = prepare_conversations(
         [str(file)],

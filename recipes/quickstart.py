@@ -23,6 +23,7 @@ from pathlib import Path
 
 from gpt2_accel import cli
 from gpt2_accel.config import TrainConfig, derived, parse_config, setting
+from gpt2_accel.runtime.options import run_of
 
 VOCAB_SIZE = 4096
 # The folders of tests, and those that are not part of the standard library.
@@ -89,13 +90,14 @@ def check_prepared(config: Quickstart) -> None:
 def prepare_text(config: Quickstart) -> None:
     """Prepares the text of `--data` in the run's folder, by `prepare_data.py text`.
 
-    Raises `ValueError` if it has changed since the run began.
+    Raises `ValueError` if it has changed since the run began, unless `ignore_changes` is set: then
+    it gets the run's tokenizer.
     """
     from chat_sft import prepares_beside
     from prepare_data import TEXT
     from prepare_data import main as prepare_data
 
-    from gpt2_accel.checkpoint.find import verified_directory
+    from gpt2_accel.checkpoint.find import list_checkpoints, verified_directory
     from gpt2_accel.data.sources import find_files, is_text
     from gpt2_accel.runtime.files import digest
 
@@ -105,6 +107,8 @@ def prepare_text(config: Quickstart) -> None:
     tokenizer = config.init_from and str(verified_directory(config.init_from))
     inputs = texts, tokenizer, config.vocab_size
     if prepares_beside(config, inputs, f"{config.data} or the tokenizer"):
+        for checkpoint in list_checkpoints(config.output_dir)[-1:]:
+            tokenizer = str(checkpoint)
         options = ["--tokenizer", tokenizer or "bpe", "--data_dir", config.data_dir]
         if config.vocab_size is not None:
             options += ["--vocab_size", str(config.vocab_size)]
@@ -183,6 +187,10 @@ def main() -> None:
     with main_process_first():
         if config.data:
             prepare_text(config)
+        elif "data_dir" not in config.given:  # a run goes on with its data
+            config.data_dir = run_of(config.output_dir)[0].get("data_dir", config.data_dir)
+        if config.data_dir != Quickstart.data_dir and "sample_prompts" not in config.given:
+            config.sample_prompts = ["The "]
         try:
             check_prepared(config)
         except FileNotFoundError as error:

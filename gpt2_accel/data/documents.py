@@ -84,6 +84,8 @@ def reading(source: str) -> Iterator[None]:
     """Turns a library's error while reading `source` into one sentence, a `ValueError`."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text ({error}): convert it to UTF-8") from error
     except Exception as error:
         raise ValueError(
             f"{source} cannot be read ({first_line(error)}): if it is damaged or of another "
@@ -94,7 +96,7 @@ def reading(source: str) -> Iterator[None]:
 
 def open_text(path: Path) -> gzip.GzipFile | BufferedReader:
     """Opens a file of text for reading bytes, and decompresses `.gz`."""
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    return gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
 
 
 def text_size(path: Path) -> int:

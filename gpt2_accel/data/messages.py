@@ -29,6 +29,9 @@ ROLES = {
     "assistant": "assistant",
     "human": "user",
     "gpt": "assistant",
+    "developer": "system",
+    "model": "assistant",
+    "tool": "tool",
 }
 # The fields that tell the form of a row.
 FORMS = """
@@ -41,7 +44,7 @@ UNSUPPORTED = """
     tools functions history tool_calls function_call reasoning_content reasoning thinking image
     images image_url audio audios input_audio video videos file
 """.split()  # noqa: SIM905
-TOOLS = ("tools",)  # of a row
+TOOLS = ("tools", "file")  # of a row: a column `file` names where it is from
 # The text of a list of messages.
 LISTED = re.compile(
     r"""(?s)\s*\[\s*{.*["'](role|from)["']\s*:\s*["'](system|user|assistant|human|gpt)["']"""
@@ -51,11 +54,7 @@ TURNS = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?!\1)(?:Human|Assist
 # Why a conversation or a pair is left out.
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
-NOT_SUPPORTED = (
-    "with a role other than system, user (human), assistant (gpt) and tool, with a history, "
-    "images, audio, content that is not text, or tools and reasoning in another form, which are "
-    "not supported"
-)
+NOT_SUPPORTED = "with messages that are not objects with a role and a text, which is not supported"
 NO_LAST_ANSWER = "without a message of the assistant that counts at the end of each answer"
 NOT_ALTERNATING = "with a transcript in which one side speaks twice in a row"
 OTHER_PROMPTS = "whose answers have different prompts"
@@ -89,7 +88,8 @@ def read_messages(row: Any, place: str) -> tuple[list[Message], list[bool]]:
     try:
         for message in raw_messages(row, place):
             role = role_of(message)
-            content = text_of(message.get("content") or message.get("value"))
+            content = message.get("content")
+            content = text_of(message.get("value") if content is None else content)
             weight = message.get("weight")
             check_supported(row, TOOLS)
             check_supported(message, PASSED)
@@ -123,9 +123,10 @@ def raw_messages(row: dict, place: str) -> list:
         pass
     elif "prompt" in fields and "completion" in fields:
         label = fields.get("label", True)
-        if label in (False, "false", "False", "0"):  # a bad completion, in data sets for KTO
+        word = str(label).lower()
+        if word in ("false", "0", "0.0"):  # a bad completion, in data sets for KTO
             raise Problem(UNWANTED)
-        if label not in (True, "true", "True", "1"):
+        if word not in ("true", "1", "1.0"):
             raise ValueError(
                 f"{place}, has a label of {label!r}: give true, or false for a completion that is "
                 "not to be learned"
@@ -138,6 +139,11 @@ def raw_messages(row: dict, place: str) -> list:
         messages = as_messages("\n\n".join(both), "user") + as_messages(answer, "assistant")
     elif not fields or any(not row.get(name, True) for name in FORMS):
         raise Problem(EMPTY)
+    elif "chosen" in fields:
+        raise ValueError(
+            f"{place}, is a pair of answers, not a conversation: prepare it with --pairs, or train "
+            "on it by chat_dpo.py"
+        )
     else:
         raise ValueError(
             f"{place}, has the fields {', '.join(map(str, fields))}, but a conversation has a list "
@@ -182,12 +188,15 @@ def listed(value: Any) -> Any:
 
 
 def role_of(message: dict[str, Any]) -> str:
-    """Returns the role of a message, tool or one of `ROLES`' values. Raises `KeyError` for another.
+    """Returns the role of a message, one of `ROLES`' values. Raises `Problem` for another.
 
     A tool of ShareGPT is another role: its text has the marks of one model's template.
     """
-    role = message.get("role")
-    return role if role == "tool" else ROLES[role or message["from"]]
+    name = message.get("role") or message["from"]
+    role = ROLES.get(name.lower())
+    if role is None or (role == "tool" and "role" not in message):
+        raise Problem(f"with the role {name!r}, which is not supported")
+    return role
 
 
 def text_of(content: Any) -> str:
@@ -195,21 +204,22 @@ def text_of(content: Any) -> str:
 
     Raises `Problem`, `AttributeError`, `KeyError` or `TypeError` for other content.
     """
-    if isinstance(content, str):
-        return content
+    if isinstance(content, str | int | float):  # a number, as an answer may be
+        return str(content)
     text = ""
     for part in content or []:
         check_supported(part)
         if part.get("type") not in (None, "text"):
-            raise Problem(NOT_SUPPORTED)
+            raise Problem(f"with a part of type {part['type']!r}, which is not supported")
         text += part["text"]
     return text
 
 
 def check_supported(fields: dict, allowed: tuple[str, ...] = ()) -> None:
     """Raises `Problem` if a row, a message or a part has a field that is not supported."""
-    if any(fields.get(name) for name in UNSUPPORTED if name not in allowed):
-        raise Problem(NOT_SUPPORTED)
+    for name in UNSUPPORTED:
+        if name not in allowed and fields.get(name):
+            raise Problem(f"with a field {name!r} where it is not supported")
 
 
 # Pairs of answers

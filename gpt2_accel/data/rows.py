@@ -62,43 +62,50 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
                 yield value, f"{path}, row {number:,}"
         return
     for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
         place = f"{path}, line {number:,}"
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{place}, is not valid JSON in UTF-8: correct, convert or remove it"
-            ) from error
-        if isinstance(value, list) and number == 1:
-            for i, row in enumerate(value, 1):
+        if isinstance(line, list):
+            for i, row in enumerate(line, 1):
                 yield row, f"{path}, element {i:,}"
-        else:
-            yield value, place
+        elif line.strip():
+            try:
+                yield json.loads(line), place
+            except ValueError as error:
+                raise ValueError(
+                    f"{place}, is not valid JSON in UTF-8 ({error}): correct, convert or remove it"
+                ) from error
 
 
-def read_lines(path: str | zipfile.Path) -> Iterator[bytes]:
-    """Yields the lines of a file of JSON.
+def read_lines(path: str | zipfile.Path) -> Iterator[bytes | list]:
+    """Yields the lines of a file of JSON, or one list if it is an array.
 
-    A file that begins with an array, or with an object over several lines, is one line.
+    A file that begins with an object over several lines is one line.
     """
     with reading(str(path)), open_file(path) as file:
         start = file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
-        if re.match(rb"\[|{\s*\n", start):
-            yield file.read()
-        else:
+        if not re.match(rb"\[|{\s*\n", start):
             yield from file
+            return
+        content = file.read()
+    if start[:1] == b"{":
+        yield content
+        return
+    try:
+        yield json.loads(content)
+    except ValueError:  # lines that are arrays
+        yield from content.splitlines()
 
 
-def csv_rows(file: io.BufferedReader, _: str) -> Iterator[dict]:
-    """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header, and for
-    columns that are separated by semicolons."""
+def csv_rows(file: io.BufferedReader, column: str) -> Iterator[dict]:
+    """Yields the rows of CSV. Raises `ValueError` for one that does not fit the header, for two
+    columns of one name, and for columns that are not separated by commas."""
     csv.field_size_limit(2**31 - 1)  # the default refuses long texts
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     names = reader.fieldnames or [""]
-    if len(names) == 1 and ";" in names[0]:
-        raise ValueError("its header has a ';': save it with commas between the columns")
+    for other in "\t;|":
+        if other in "".join(names) and column not in names and (column or len(names) == 1):
+            raise ValueError(f"its header has a {other!r}: save it with commas between the columns")
+    if len(set(names)) < len(names):
+        raise ValueError("two of its columns have the same name: rename one")
     for row in reader:
         if None in row or None in row.values():
             raise ValueError(
@@ -137,7 +144,8 @@ def column_of(row: Any, column: str, place: str) -> str:
             f"{{{column!r}: …}}, one per line"
         )
     if column not in row:
-        fix = f"give --column {' or --column '.join(map(shlex.quote, row))}"
+        named = [shlex.quote(name) for name, value in row.items() if isinstance(value, str)]
+        fix = " or ".join([f"give --column {name}" for name in named] + ["leave the file out"])
         if {"messages", "conversations"} & row.keys():
             fix = "they are conversations, prepare them by the command chat"
         raise ValueError(f"{place}, has no column {column!r}: {fix}")

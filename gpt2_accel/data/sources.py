@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,9 +204,10 @@ def find_files(
 ) -> dict[Path, str]:
     """Finds a file, or the files below a folder that match `pattern` and are not hidden, sorted.
 
-    Returns those that `accepts` takes, with their names below the folder. Prints how many files of
-    a folder are taken and left out. Raises `FileNotFoundError` if the source does not exist,
-    `ValueError` if no file is of the `kind`, `OSError` if a folder cannot be read.
+    Returns those that `accepts` takes, with their names below the folder. Links to folders are not
+    followed. Prints how many files of a folder are taken, and what is left out. Raises
+    `FileNotFoundError` if the source does not exist, `ValueError` if no file is of the `kind` or
+    the folder has splits, `OSError` if a folder cannot be read.
     """
 
     def fail(error: OSError) -> None:
@@ -216,10 +218,13 @@ def find_files(
         raise FileNotFoundError(f"{source} does not exist: give a file or a folder")
     paths = [source]
     if source.is_dir():
+        if (source / "dataset_dict.json").exists():
+            raise ValueError(f"{source} has several splits: give the folder of one of them")
         paths = []
         for parent, folders, names in os.walk(source, onerror=fail):
             folders[:] = [name for name in folders if name[0] != "."]
-            for name in names:
+            links = [name for name in folders if Path(parent, name).is_symlink()]
+            for name in names + links:
                 path = Path(parent, name)
                 if name[0] != "." and path.match(pattern or "*"):
                     paths.append(path)
@@ -232,10 +237,11 @@ def find_files(
         if path.is_file() and accepts(path):
             taken[path] = path.relative_to(source).as_posix() if path != source else path.name
         else:
-            left_out.append(path.name)
+            left_out.append(path.suffix or path.name)
     line = f"{source}: took {len(taken):,} files"
     if left_out:
-        line += f"; left out {len(left_out):,}, not {kind}, the first: {left_out[0]}"
+        kinds = ", ".join(f"{n} {suffix}" for suffix, n in Counter(left_out).most_common(9))
+        line += f"; left out {len(left_out):,}, not {kind}: {kinds}"
     if not taken:
         raise ValueError(f"{line}: give {kind}, or another --pattern of a folder's files")
     if source.is_dir():

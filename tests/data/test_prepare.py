@@ -153,7 +153,7 @@ def test_only_the_text_files_of_a_folder_are_prepared(tmp_path, capsys):
     (folder / "table.tsv").write_text("text\na\n")
     args = ("text", folder, "--tokenizer", "bytes", "--workers", 1, "--data_dir", tmp_path / "d")
     run_recipe("prepare_data", *args)
-    assert "took 3 files; left out 4" in capsys.readouterr().err
+    assert "took 3 files; left out 5" in capsys.readouterr().err
     with FileLock(tmp_path / ".d.lock"), refused("another process"):
         run_recipe("prepare_data", *args)
     begins = [text.split(". ")[0] for text in documents_in(tmp_path / "d", "train")]

@@ -144,7 +144,7 @@ def test_a_run_on_a_source_resumes_exactly_and_names_its_data(tiny, tmp_path):
     train(tiny("more", save_every=4, eval_every=4, resume_from=checkpoint), data=own_data)
     assert weights_digest(tmp_path / "more") == weights_digest(tmp_path / "run")
     reset_accelerate()
-    with refused("was trained with the data"):
+    with refused("was trained with other data"):
         train(tiny("other", resume_from=checkpoint), data=data_of(Uneven(seed=5)))
 
 
