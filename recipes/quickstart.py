@@ -74,12 +74,25 @@ class Quickstart(TrainConfig):
     save_every: int = 250
 
 
-def check_prepared(config: Quickstart) -> None:
-    """Raises `FileNotFoundError` if the data is not prepared, `ValueError` if its vocabulary size
-    is not the given `--vocab_size`."""
+def find_prepared(config: Quickstart) -> None:
+    """Sets `data_dir` to the data of the run, if it is not given; prepares the default corpus.
+
+    Raises `FileNotFoundError` if other data is not prepared, `ValueError` if its vocabulary size is
+    not the given `--vocab_size`.
+    """
     from gpt2_accel.data.shards import read_manifest
 
-    vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
+    if "data_dir" not in config.given:
+        config.data_dir = run_of(config.output_dir)[0].get("data_dir", config.data_dir)
+    try:
+        vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
+    except FileNotFoundError as error:
+        if config.data_dir != Quickstart.data_dir:
+            raise FileNotFoundError(
+                f"{error}; or leave out --data_dir for Python's standard library"
+            ) from error
+        prepare_corpus(config)
+        return
     if config.vocab_size not in (None, vocab_size):
         raise ValueError(
             f"{config.data_dir} was made with a vocabulary of {vocab_size}, not "
@@ -107,10 +120,11 @@ def prepare_text(config: Quickstart) -> None:
     tokenizer = config.init_from and str(verified_directory(config.init_from))
     inputs = texts, tokenizer, config.vocab_size
     if prepares_beside(config, inputs, f"{config.data} or the tokenizer"):
-        for checkpoint in list_checkpoints(config.output_dir)[-1:]:
-            tokenizer = str(checkpoint)
+        checkpoints = list_checkpoints(config.output_dir)
+        if checkpoints:
+            tokenizer = str(checkpoints[-1])
         options = ["--tokenizer", tokenizer or "bpe", "--data_dir", config.data_dir]
-        if config.vocab_size is not None:
+        if config.vocab_size is not None and not checkpoints:
             options += ["--vocab_size", str(config.vocab_size)]
         prepare_data(["text", config.data, *options])
     config.data = None  # config.yaml names the prepared folder
@@ -187,18 +201,10 @@ def main() -> None:
     with main_process_first():
         if config.data:
             prepare_text(config)
-        elif "data_dir" not in config.given:  # a run goes on with its data
-            config.data_dir = run_of(config.output_dir)[0].get("data_dir", config.data_dir)
-        if config.data_dir != Quickstart.data_dir and "sample_prompts" not in config.given:
-            config.sample_prompts = ["The "]
-        try:
-            check_prepared(config)
-        except FileNotFoundError as error:
-            if config.data_dir != Quickstart.data_dir:
-                raise FileNotFoundError(
-                    f"{error}; or leave out --data_dir for Python's standard library"
-                ) from error
-            prepare_corpus(config)
+        else:
+            find_prepared(config)
+    if config.data_dir != Quickstart.data_dir and "sample_prompts" not in config.given:
+        config.sample_prompts = ["The "]
     fit_to_model(config)
     train(config)
 

@@ -41,9 +41,15 @@ def test_quickstart_prepares_a_file_beside_its_run(tmp_path):
     assert metrics(tmp_path / "run")[-1]["step"] == 2
     [data] = (tmp_path / "run").glob("data-*")
     assert len(open_data(data).tokenizer) == 270
-    text.write_bytes(gzip.compress(b"another text"))
+    text.write_bytes(gzip.compress(make_text(2500, 1).encode()))
     with refused("my.txt.gz or the tokenizer has changed since the run"):
         run_recipe("quickstart", *flags, "--max_steps", 3)
+    # A text that has grown keeps the run's tokenizer, and the run finds its data by itself.
+    run_recipe("quickstart", *flags, "--max_steps", 3, "--ignore_changes")
+    run_recipe("quickstart", *flags[:5], "--output_dir", tmp_path / "run", "--max_steps", 4)
+    assert metrics(tmp_path / "run")[-1]["step"] == 4
+    tokenizers = (tmp_path / "run").glob("data-*/tokenizer/tokenizer.json")
+    assert len({file.read_text() for file in tokenizers}) == 1
 
 
 def test_quickstart_trains_a_small_model_and_prints_commands_that_run(library, tmp_path, capsys):
