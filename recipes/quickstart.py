@@ -80,19 +80,15 @@ def find_prepared(config: Quickstart) -> None:
     Raises `FileNotFoundError` if other data is not prepared, `ValueError` if its vocabulary size is
     not the given `--vocab_size`.
     """
-    from gpt2_accel.data.shards import read_manifest
+    from gpt2_accel.data.shards import DATA_MANIFEST, read_manifest
 
     if "data_dir" not in config.given:
         config.data_dir = run_of(config.output_dir)[0].get("data_dir", config.data_dir)
-    try:
-        vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
-    except FileNotFoundError as error:
-        if config.data_dir != Quickstart.data_dir:
-            raise FileNotFoundError(
-                f"{error}; or leave out --data_dir for Python's standard library"
-            ) from error
+    folder = Path(config.data_dir)
+    if config.data_dir == Quickstart.data_dir and not (folder / DATA_MANIFEST).exists():
         prepare_corpus(config)
         return
+    vocab_size = read_manifest(folder)["tokenizer"]["vocab_size"]
     if config.vocab_size not in (None, vocab_size):
         raise ValueError(
             f"{config.data_dir} was made with a vocabulary of {vocab_size}, not "

@@ -59,9 +59,7 @@ def main() -> None:
     from gpt2_accel.tools.study import scaling
     from gpt2_accel.tools.study.runs import Runs, read_trial
 
-    splits = read_manifest(config.data_dir)["splits"]
-    if "val" not in splits:
-        raise ValueError(f"{config.data_dir} has no validation data: prepare it with some")
+    tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
     names = ("data_dir", "architecture", "n_positions", "eval_tokens")
     settings = {name: getattr(config, name) for name in names}
     sizes = []
@@ -70,7 +68,7 @@ def main() -> None:
     grid = scaling.grid(sizes, config.budgets, config.sizes, config.learning_rate)
     trials = [trial for trial, _ in grid]
     for trial in trials:
-        if trial.tokens > config.max_epochs * splits["train"]["tokens"]:
+        if trial.tokens > config.max_epochs * tokens:
             raise ValueError(
                 f"{trial}, more than {config.max_epochs:g} times the data: prepare more text, "
                 "change --budgets or --sizes, or raise --max_epochs"
