@@ -347,11 +347,6 @@ def test_callbacks_are_called_in_order_and_resume(tiny, tmp_path):
         go(tiny("fewer", resume_from=checkpoint), callbacks=[Recorder()])
 
 
-def test_a_model_and_the_name_of_another_are_refused(tiny):
-    with refused("leave out"):
-        go(tiny(architecture="llama"), model=GPT(GPTConfig(300, 32, 1, 2, 32)))
-
-
 def test_requests_of_callbacks_are_kept(tiny, tmp_path):
     """Also a checkpoint that is asked for before a skipped update."""
 

@@ -210,7 +210,6 @@ SEPARATED = {
         [256],
         [258],
     ),
-    "EOS only": (kind([EOS, "<unk>"], eos_token=EOS, unk_token="<unk>"), BEFORE, [], [256]),
     "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], []),
     "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1]),
 }

@@ -22,7 +22,6 @@ from seams_script import Drawn, T, Uneven, data_of, own_data
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data import counted
 from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.train import train
@@ -100,37 +99,6 @@ def test_windows_that_change_later_end_the_run_with_a_checkpoint(tiny, tmp_path)
     assert list(tmp_path.glob("checkpoint-*/training_state/state.json"))
 
 
-def gradient_of(batches, divide=True):
-    """The gradient of an update of one rank: the sum over its micro-batches."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(257, T, 1, 1, 8))
-    for batch in batches:
-        loss = model(batch.input_ids, batch.targets)
-        (loss / (batch.divisor if divide else len(batches))).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize(("size", "ranks"), [(2, 1), (1, 4)])
-def test_uneven_targets_count_once_however_an_update_is_divided(size, ranks):
-    """Also where a micro-batch has none. A mean of means differs."""
-    order = loader(Uneven()).samples(8, 8)[:, 1].tolist()
-    assert sum(i % 4 == 0 for i in order) >= 1
-    windows = [Uneven()[i] for i in order]
-    inputs, targets = (torch.from_numpy(np.stack(part)) for part in zip(*windows, strict=True))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(257, T, 1, 1, 8))
-    logits = model(inputs)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
-    parts = [loader(Uneven(), size, rank=r, world_size=ranks).update(8, 8) for r in range(ranks)]
-    updates = [list(part) for part in parts]
-    actual = sum(map(gradient_of, updates)) / ranks
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-    if size == 2:
-        wrong = sum(gradient_of(update, divide=False) for update in updates) / ranks
-        assert (wrong - expected).abs().max() > 1e-3
-
-
 def test_a_run_on_a_source_resumes_exactly_and_names_its_data(tiny, tmp_path):
     config = tiny("run", save_every=4, eval_every=4)
     train(config, data=own_data)
@@ -150,6 +118,7 @@ def test_a_run_on_a_source_resumes_exactly_and_names_its_data(tiny, tmp_path):
 
 @pytest.mark.parametrize("how", ["two processes", pytest.param("FSDP2", marks=long)])
 def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir, tmp_path):
+    """Uneven targets count once, also where a micro-batch has none: a fourth of the windows."""
     train(tiny("one", eval_every=4), data=own_data)
     config = tiny_config(data_dir, tmp_path / "two", micro_batch_size=1, eval_every=4)
     flags = ("tests/seams_script.py", *as_flags(config))

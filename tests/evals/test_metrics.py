@@ -22,13 +22,6 @@ def load(tmp_path, monkeypatch):
     return load_file
 
 
-def test_one_window_has_no_standard_error_and_perplexity_may_be_infinite():
-    assert formulas.mean_loss([2.0], [4]) == {"loss": 0.5}  # no standard error of one window
-    assert formulas.token_loss([2e6], [1])["perplexity"] == math.inf
-    with pytest.raises(ValueError):
-        formulas.mean_loss([], [])
-
-
 def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
     choices = {
         "scores": [[-1.0, -1.0], [-4.0, -3.0], [-2.0, -1.5], [0.0, math.nan]],

@@ -6,7 +6,6 @@ import sys
 from conftest import make_text, run, run_recipe
 from tqdm import tqdm
 
-from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import progress
 from gpt2_accel.runtime.log import RunLog
@@ -18,9 +17,6 @@ def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
     updates = round(0.2 * tokens / config.total_batch_size)
     assert f"updates 0 to {updates}: " in capsys.readouterr().out
-    again = ["--config", str(tmp_path / "run/config.yaml")]
-    assert parse_config(TrainConfig, again).epochs == 0.2
-    assert parse_config(TrainConfig, again + ["--max_steps", "3"]).epochs is None
 
 
 def test_the_bar_fits_80_columns(tmp_path, monkeypatch):
