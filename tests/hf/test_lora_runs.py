@@ -125,7 +125,7 @@ def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(c
 def test_a_run_of_0_5_whose_padding_has_a_row_goes_on(start, tmp_path, monkeypatch):
     base = padded_by_its_end(start / "base", tmp_path / "base")
 
-    def before(name):
+    def before(name, _):
         tokenizer = chat_tokenizer(name)
         tokenizer.add_tokens(["<|pad|>"], special_tokens=True)
         tokenizer.pad_token = "<|pad|>"
