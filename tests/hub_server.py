@@ -179,7 +179,15 @@ class Handler(BaseHTTPRequestHandler):
         folder = folder or ""
         _, files = self.server.revision(repo_id, revision)
         below = {n: data for n, data in files.items() if n.startswith(folder and f"{folder}/")}
-        self.answer(200, [entry(name, data) for name, data in below.items()])
+        entries = [entry(name, data) for name, data in below.items()]
+        if "recursive=true" not in self.path.lower():
+            depth = folder.count("/") + bool(folder)
+            folders = {name.rsplit("/", 1)[0] for name in below if name.count("/") == depth + 1}
+            entries = [item for item in entries if item["path"].count("/") == depth]
+            entries += [
+                {"type": "directory", "path": name, "oid": "0", "size": 0} for name in folders
+            ]
+        self.answer(200, entries)
 
     def resolve(self, _body, repo_id, revision, path):
         if repo_id not in self.server.repos:

@@ -254,7 +254,6 @@ USABLE = {
     "Llama 2": (sentencepiece(normalizers.Prepend("▁")), False),
     "Mistral": (fast(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first")), False),
     "RoBERTa": (fast(pre_tokenizer=byte_level(add_prefix_space=True)), False),
-    "without spaces": (fast(normalizer=normalizers.Replace(" ", "")), False),
 }
 
 

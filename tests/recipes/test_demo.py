@@ -1,6 +1,7 @@
 """The pages of recipes/demo.py: over HTTP, and in a browser."""
 
 import http.client
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,15 @@ def test_the_text_page_continues_a_prompt(chat_base):
     texts = list(page.fn("the <b>", temperature, top_k, top_p, length))
     assert len(texts) == 5
     assert all(text.startswith("<pre><mark>the &lt;b&gt;</mark>") for text in texts)
+
+
+@pytest.fixture
+def chromium():
+    """A browser; skips the test without playwright or without Chromium."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install it")
+    path = shutil.which("chromium") or pytest.skip("needs Chromium: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
 
 
 @long
