@@ -225,6 +225,8 @@ class TrainConfig:
         )
         if "" in (self.data_dir, self.output_dir):
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
+        if Path(self.output_dir).is_file():
+            raise ValueError(f"output_dir {self.output_dir} is a file: give the path of a folder")
         choices_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,

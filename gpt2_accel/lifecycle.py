@@ -193,13 +193,14 @@ def closing(run: Run) -> str:
     if (folder / "best").exists():
         text += f", that with the lowest validation loss in {folder / 'best'}"
     prompt = [] if run.data.chat else ["--prompt", (run.config.sample_prompts or [""])[0]]
-    commands = [
-        recipe_command("sample", "--model", folder, *prompt),
-        recipe_command("report", folder, "--open"),
-    ]
-    if run.data.folder and not run.data.pairs:  # else `evaluate` needs to be told its data
-        commands.append(recipe_command("evaluate", "--model", folder))
-    return "\n  ".join([f"{text}. To try it, to see how training went, to measure it:", *commands])
+    text += (
+        ". To try it, to see how training went, and to measure it:\n"
+        f"  {recipe_command('sample', '--model', folder, *prompt)}\n"
+        f"  {recipe_command('report', folder, '--open')}"
+    )
+    if run.data.folder and not run.data.pairs:
+        return f"{text}\n  {recipe_command('evaluate', '--model', folder)}"
+    return f"{text}\n  docs/evaluation.md has the commands for data of this kind"
 
 
 def wait_for_checkpoint(run: Run) -> bool:

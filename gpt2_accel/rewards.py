@@ -24,6 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.data.conversations import plural
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import hash64
 from gpt2_accel.evals.chat import Question, answers, read_question
@@ -131,10 +132,13 @@ def read_tasks(
             raise ValueError(f"{item.place} {error}") from error
     fitting = [task for task in tasks if len(task.ids) <= longest]
     if not fitting:
-        raise ValueError(f"each prompt has more than {longest:,} tokens: take a model with more")
+        raise ValueError(
+            f"each prompt has more than {longest:,} tokens: take shorter ones, or fewer "
+            "--max_new_tokens"
+        )
     if len(fitting) < len(tasks):
-        left = len(tasks) - len(fitting)
-        process_state().print(f"left out {left:,} tasks with prompts of over {longest:,} tokens")
+        left = plural(len(tasks) - len(fitting), "task")
+        process_state().print(f"left out {left} with a prompt of more than {longest:,} tokens")
     return fitting
 
 

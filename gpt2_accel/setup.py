@@ -125,7 +125,7 @@ def setup(
 
 
 def checked_callbacks(callbacks: Iterable[Any]) -> list[Any]:
-    """Returns the user's callbacks as a list. Raises `ValueError` if one of them is not one."""
+    """Returns the user's callbacks as a list. Raises `ValueError` for anything else."""
     if not isinstance(callbacks, Iterable):
         raise ValueError(f"callbacks is a {type(callbacks).__name__}: give a list of callbacks")
     users = list(callbacks)

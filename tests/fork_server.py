@@ -57,6 +57,8 @@ def start(request: dict, env: dict[str, str]) -> int:
         codes[child] = None
         return child
     os.setsid()  # so that a signal to its process group also ends its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(request["cwd"])
     for number, path in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), number)
@@ -108,6 +110,9 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
+    # A signal that ends the tests does not end this process, which then ends what they started.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.freeze()  # imported objects are never collected, so children keep sharing their memory
     serve(sys.argv[1])
     for child, code in codes.items():

@@ -280,7 +280,7 @@ def test_prompts_that_are_too_long_are_left_out(chat_model, tmp_path, capsys):
     path = write_lines(tmp_path / "tasks.jsonl", rows)
     [task] = tasks_of(path, load_tokenizer(chat_model))
     assert task.row == rows[0]
-    assert "left out 1 tasks" in capsys.readouterr().out
+    assert "left out 1 task " in capsys.readouterr().out
 
 
 def test_equal_rewards_are_said_once(chat_model, tasks_file, tmp_path, capsys):

@@ -54,7 +54,7 @@ TURNS = re.compile(r"(?s)\n\n(Human|Assistant):(.*?)(?=\n\n(?!\1)(?:Human|Assist
 # Why a conversation or a pair is left out.
 EMPTY = "without messages, or with one without text"
 UNWANTED = "with a label of false, which is not a completion to learn"
-NOT_SUPPORTED = "with messages that are not objects with a role and a text, which is not supported"
+NOT_SUPPORTED = "with messages of a form that is not supported"
 NO_LAST_ANSWER = "without a message of the assistant that counts at the end of each answer"
 NOT_ALTERNATING = "with a transcript in which one side speaks twice in a row"
 OTHER_PROMPTS = "whose answers have different prompts"

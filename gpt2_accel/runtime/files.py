@@ -202,8 +202,6 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder = Path(folder)
-    if folder.is_file():
-        raise NotADirectoryError(f"{folder} is a file: choose another --output_dir")
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK, poll_interval=0.5)
