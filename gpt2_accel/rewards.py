@@ -15,8 +15,11 @@ answer in its group, so a resume and other processes write the same answers, up 
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from decimal import Decimal
+from inspect import signature
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 import torch
@@ -35,14 +38,26 @@ from gpt2_accel.hf.convert import load_name
 from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
-from gpt2_accel.runtime.processes import process_state
+from gpt2_accel.runtime.processes import all_or_none, on_main_process, process_state
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
 
-Reward = Callable[[Mapping[str, Any], str], float]
-"""(row, text of the answer) -> its reward."""
+Reward = Callable[[Mapping[str, Any], str], SupportsFloat | None]
+"""(row, text of the answer) -> its reward, a finite number, or None to leave the answer out."""
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-SLOW = 10.0  # seconds for the reward of a text, above which a line is printed
+# A sign does not follow a letter, digit or bracket. Three digits follow a comma (or LaTeX's).
+NUMBER = re.compile(
+    r"""(?x) (?: (?<![\w)\]}]) [-\u2212\uff0d\u2013] \$? )?
+    (?: (?: \d{1,3}(?:(?:,|\{,}|\\!,|,\\!)\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | (?<![\w.])\.\d+ )
+    (?: [eE][-+\u2212]?\d{1,9}(?!\w) )?"""
+)
+PLAIN = str.maketrans("\u2212\uff0d\u2013", "---", ",{}!$\\")
+# An answer with 0 for each number, if there is none, or if the last one is a part of 3/4, 12:30,
+# 1 000 or the like, is before a raised digit or a fraction, or stands alone with others.
+UNCLEAR = re.compile(
+    r"""(?x) 0 (?: [^\s0=\#>]* | [^\S\n]*[-\u2212\u2013/^*\xd7\xb7\xf7+]?[^\S\n]* | \ +:\ * ) 0\D*\Z
+    | 0\s*[\xb2\xb3\xb9\xbc-\xbe\u2070-\u2089\u2150-\u215f]\D*\Z
+    | \A[^\w=\#>]* 0 (?: [^\w=\#>] | 0 | and | or | to )* 0 [^\w=\#>]*\Z | \A\D*\Z"""
+)
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -77,15 +92,20 @@ class Prompts:
 def number_reward(row: Mapping[str, Any], text: str) -> float:
     """Returns 1.0 if the last number of a text is that of the row's `answer`, else 0.0.
 
-    1,000 equals 1000. Raises `ValueError` if the row has no answer, or one without a number.
+    Numbers are equal by value: 1,000 and 1000.0, .5 and 0.50, 1e5 and 100000. Raises `ValueError`
+    if the row has no answer, or if its last number is missing or ambiguous, such as 3/4, 12:30.
     """
+    answer = answer_of(row)
+    if UNCLEAR.search(NUMBER.sub("0", answer)):
+        raise ValueError(
+            f"has an answer without a number, or with an ambiguous last one ({answer[-40:]!r}): "
+            "write one such as 0.75 or 1,000, or take another --reward"
+        )
     expected, found = (
-        [float(word.replace(",", "")) for word in NUMBER.findall(part)]
-        for part in (answer_of(row), text)
+        [Decimal(word.translate(PLAIN)) for word in NUMBER.findall(part)[-1:]]
+        for part in (answer, text)
     )
-    if not expected:
-        raise ValueError("has an answer without a number: remove it, or take another --reward")
-    return float(found[-1:] == expected[-1:])
+    return float(found == expected)
 
 
 def exact_reward(row: Mapping[str, Any], text: str) -> float:
@@ -97,20 +117,35 @@ def exact_reward(row: Mapping[str, Any], text: str) -> float:
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """Returns the `answer` of a row as text. Raises `ValueError` if it is missing or empty."""
+    """Returns the `answer` of a row without spaces at both ends.
+
+    Raises `ValueError` if it is missing, blank, or neither a text nor a finite number.
+    """
     answer = row.get("answer")
-    if answer in (None, ""):
-        raise ValueError("has no answer: give one, or take another --reward")
-    return str(answer).strip()
+    text = str(answer).strip()
+    if type(answer) not in (str, int, float) or text in ("", "nan"):
+        raise ValueError(
+            f"has no answer that is a text or a number ({answer!r:.40}): give one, or take another "
+            "--reward"
+        )
+    return text
 
 
 def load_reward(name: str) -> Reward:
     """Returns `number_reward`, `exact_reward`, or the function that `FILE.py:FUNCTION` names.
 
-    Raises `ValueError` if there is no such function.
+    Raises `ValueError` if there is no such function, or if it does not take a row and a text.
     """
     known = {"number": number_reward, "exact": exact_reward}
-    return known.get(name) or load_name(name, "number, exact or FILE.py:FUNCTION")
+    reward = known.get(name) or load_name(name, "number, exact or FILE.py:FUNCTION")
+    with suppress(TypeError):
+        others = {"completions", "solution_str"}
+        if others.isdisjoint(signature(reward).bind({}, "").arguments):
+            return reward
+    raise ValueError(
+        f"{name} does not fit: a reward takes (row, text) and returns a number; the text is one of "
+        "TRL's completions, verl's solution_str, and the row has the columns of --data"
+    )
 
 
 def read_tasks(
@@ -143,17 +178,24 @@ def read_tasks(
 
 
 def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:
-    """Returns the reward of a text. Raises `ValueError` if it fails or is not a finite number."""
+    """Returns the reward of a text, NaN for None.
+
+    Raises `ValueError` if the reward fails, ends the process, or is not a finite number.
+    """
     try:
         value = reward(row, text)
-    except Exception as error:  # the user's function
+        number = float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (Exception, SystemExit) as error:  # the user's function
         raise ValueError(
             f"the reward raises {type(error).__name__} ({error}) for the text {text[:80]!r} and "
             f"the row {str(row)[:80]}: return a number for each text"
         ) from error
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"the reward is {value!r}, not a finite number: return an int or a float")
-    return float(value)
+    if value is not None and not math.isfinite(number):
+        raise ValueError(
+            f"the reward is {value!r:.80}, not a finite number: return one, or None to leave the "
+            "answer out"
+        )
+    return number
 
 
 # An update
@@ -166,9 +208,10 @@ class PolicyGradient:
     and without dropout, in batches of one group: rows of other batches do not change them. With
     `scale_rewards` advantages are divided by the standard deviation of the group plus 1e-4 (as in
     GRPO: Shao et al., 2024, arXiv:2402.03300). With `mask_cut` answers that do not end by
-    themselves do not count.
+    themselves do not count. Answers without a reward (None) do not count either, and their group's
+    mean is that of the others.
 
-    Figures: `reward`, the mean, and its standard error over prompts; `solved_all` and
+    Figures: `reward`, the mean over prompts, and its standard error; `solved_all` and
     `solved_none`, shares of the groups in which all rewards are 1 or more, or 0 or less;
     `answer_tokens`, the mean length; `entropy`, the mean of -log p of the answers' tokens in nats;
     `logp_difference`, the mean distance between log p of a token in sampling and in training; the
@@ -192,7 +235,6 @@ class PolicyGradient:
         self.scale_rewards = scale_rewards
         self.mask_cut = mask_cut
         self.equal = 0  # updates in a row whose rewards teach nothing
-        self.slow = False  # whether a slow reward was named
 
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, Any]:
         accelerator = run.accelerator
@@ -203,7 +245,8 @@ class PolicyGradient:
         with evaluating(run.model):
             for batch in batches:
                 assert batch.numbers is not None
-                groups += self.sample(run, batch.numbers.tolist())
+                with all_or_none():  # a reward may fail on one rank
+                    groups += self.sample(run, batch.numbers.tolist())
             rows = [row for group in groups for row in group]
             counted = sum(len(row.answer) for row in rows if row.counts)
             sums = torch.tensor([counted, bool(run.stop.reason)], device=accelerator.device)
@@ -212,16 +255,17 @@ class PolicyGradient:
                 raise Interrupted
             sampled = perf_counter()
             figures = self.train(run, rows, max(total, 1))
-        rewards = np.array([[row.reward for row in group] for group in groups])
+        found = gather_object([[row.reward for row in group] for group in groups])
+        rewards = np.ma.masked_invalid(found)
         self.remark(run, rewards)
         self.log(run, groups[0])
-        found = gather_object(rewards.mean(axis=1).tolist())
-        means = mean_loss(found, [1] * len(found))
+        left = rewards.mean(axis=1).compressed().tolist() or [math.nan]
+        means = mean_loss(left, [1] * len(left))
         return figures | {
             "reward": means["loss"],
             "reward_stderr": means.get("loss_stderr", math.nan),
-            "solved_all": (rewards >= 1).all(axis=1).mean(),
-            "solved_none": (rewards <= 0).all(axis=1).mean(),
+            "solved_all": float((rewards >= 1).all(axis=1).mean()),
+            "solved_none": float((rewards <= 0).all(axis=1).mean()),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
             "sampled_tokens_per_second": total / (sampled - start),
             "trained_tokens_per_second": total / (perf_counter() - sampled),
@@ -245,22 +289,19 @@ class PolicyGradient:
                 break
         groups = []
         steps = torch.stack(nats, 1).tolist()
-        began = perf_counter()
         for i, task in enumerate(tasks):
             own = slice(i * self.group, (i + 1) * self.group)
             group = answers[own]
             texts = run.tokenizer.batch_decode(group, skip_special_tokens=True)
-            rewards = [score(self.reward, task.row, text) for text in texts]
-            advantages = np.array(rewards) - np.mean(rewards)
+            rewards = np.ma.masked_invalid([score(self.reward, task.row, text) for text in texts])
+            advantages = rewards - rewards.mean()
             if self.scale_rewards:
-                advantages /= np.std(rewards, ddof=1) + 1e-4
-            counts = [not self.mask_cut or answer[-1] in ends for answer in group]
-            rows = zip(group, texts, rewards, advantages, counts, steps[own], strict=True)
+                advantages /= rewards.std(ddof=1) + 1e-4
+            ended = [not self.mask_cut or answer[-1] in ends for answer in group]
+            counts = np.array(ended) & ~rewards.mask
+            figures = rewards.data, advantages.filled(0), counts, steps[own]
+            rows = zip(group, texts, *figures, strict=True)
             groups.append([Row(task, *row) for row in rows])
-        each = (perf_counter() - began) / len(answers)
-        if each > SLOW and not self.slow:
-            self.slow = True
-            run.log.print_line(f"the reward takes {each:.0f} s for a text: the model waits for it")
         return groups
 
     def train(self, run: Run, rows: Sequence["Row"], total: float) -> dict[str, float]:
@@ -300,8 +341,8 @@ class PolicyGradient:
 
 
 class Row(NamedTuple):
-    """A task and an answer to it, as token ids and text; its reward and advantage, whether its
-    tokens count, and -log p of each in sampling."""
+    """A task and an answer to it, as token ids and text; its reward, NaN for None, and advantage,
+    whether its tokens count, and -log p of each in sampling."""
 
     task: Question
     answer: list[int]
@@ -333,6 +374,8 @@ class Solved:
     """The `Evaluation` on tasks that are held out: `solved/reward`, the mean reward of greedy
     answers, and its standard error.
 
+    Answers without a reward (None) are left out.
+
     With several `samples` of each task, at temperature 1, also `solved/pass@k` for k = 1, 2, 4, …:
     the chance that one of k answers or more is solved, with a reward of 1 or more (the unbiased
     estimate of Chen et al., 2021, arXiv:2107.03374).
@@ -362,12 +405,19 @@ class Solved:
         found = answers(accelerator, model, self.tokenizer, self.tasks, self.sampling, interrupted)
         if not found:
             return {}
-        rewards = np.array([[score(self.reward, t.row, c.text) for c in own] for t, own in found])
-        means = mean_loss(rewards.mean(axis=1).tolist(), [1] * len(found))
+        scores = on_main_process(
+            lambda: [[score(self.reward, t.row, c.text) for c in own] for t, own in found]
+        )
+        rewards = np.ma.masked_invalid(scores)
+        left = rewards.mean(axis=1).compressed().tolist()
+        if not left:
+            raise ValueError("the reward is None for all answers: return a number for most of them")
+        means = mean_loss(left, [1] * len(left))
         results = {f"solved/{name.replace('loss', 'reward')}": x for name, x in means.items()}
         n = self.sampling.num_samples
-        wrong = (rewards < 1).sum(axis=1).tolist()
         for k in (2**i for i in range(n.bit_length()) if n > 1):
-            failed = [math.comb(count, k) / math.comb(n, k) for count in wrong]
-            results[f"solved/pass@{k}"] = 1 - math.fsum(failed) / len(found)
+            enough = rewards[rewards.count(axis=1) >= k]
+            failed = [math.comb((x < 1).sum(), k) / math.comb(x.count(), k) for x in enough]
+            if failed:
+                results[f"solved/pass@{k}"] = 1 - math.fsum(failed) / len(failed)
         return results

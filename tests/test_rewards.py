@@ -1,8 +1,9 @@
 """Reinforcement learning from a reward: a loop from the papers, rewards, resumes, processes."""
 
-import math
+import json
 import signal
-from itertools import combinations
+import sys
+from itertools import combinations, cycle
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,7 +30,15 @@ from gpt2_accel.data import Data
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.evals.chat import Question
 from gpt2_accel.evals.items import read_items
-from gpt2_accel.rewards import PolicyGradient, Prompts, Row, Solved, number_reward, read_tasks
+from gpt2_accel.rewards import (
+    PolicyGradient,
+    Prompts,
+    Row,
+    Solved,
+    load_reward,
+    number_reward,
+    read_tasks,
+)
 from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.tokenizer import load_tokenizer, text_ends
 from gpt2_accel.train import train
@@ -50,7 +59,7 @@ def tasks_of(path, tokenizer):
     return read_tasks(read_items(path), tokenizer, 1000, number_reward)
 
 
-def practise(chat_model, tasks_file, folder, scale=False, reward=letters, **changes):
+def practise(chat_model, tasks_file, folder, scale=False, reward=letters, group=GROUP, **changes):
     """Trains in this process; returns the losses."""
     tokenizer = load_tokenizer(chat_model)
     tasks = tasks_of(tasks_file, tokenizer)
@@ -58,7 +67,7 @@ def practise(chat_model, tasks_file, folder, scale=False, reward=letters, **chan
     settings = {"init_from": str(chat_model), "max_steps": UPDATES, "learning_rate": 1e-3}
     settings |= {"lr_schedule": "constant", "warmup_steps": 0, "max_grad_norm": 0}
     settings |= {"micro_batch_size": 1, "total_batch_size": PROMPTS * source.length}
-    gradients = PolicyGradient(tasks, reward, group=GROUP, max_new_tokens=NEW, scale_rewards=scale)
+    gradients = PolicyGradient(tasks, reward, group=group, max_new_tokens=NEW, scale_rewards=scale)
     reset_accelerate()
     data = Data(tokenizer, source, name="t", chat=True)
     train(tiny_config(folder, folder, **settings | changes), data=data, gradients=gradients)
@@ -219,36 +228,122 @@ def test_a_signal_while_it_samples_ends_the_run_with_a_checkpoint(
     assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
 
 
-NUMBERS = [
-    ("72", "The answer is 72.", 1.0),
-    ("a b #### 1,000", "it is 1000", 1.0),
-    ("#### 72", "72 or 73", 0.0),
-    ("-3", "so -3.0", 1.0),
-    ("5", "none", 0.0),
-]
+def outcome(function, *arguments):
+    try:
+        return str(function(*arguments))
+    except ValueError as error:
+        return str(error)
 
 
-@pytest.mark.parametrize(("answer", "text", "expected"), NUMBERS)
-def test_the_last_number_is_compared(answer, text, expected):
-    assert number_reward({"answer": answer}, text) == expected
+NUMBERS = r"""
+["72", "The answer is 72.", "1"]
+["a b #### 1,000", "it is 1000", "1"]
+["#### 72", "72 or 73", "0"]
+["-3", "so -3.0", "1"]
+["5", "none", "0"]
+["\u22125", "x=-5", "1"]
+[-5, "it is \u22125...", "1"]
+["2", "10-2", "1"]
+["2", "pages 10\u20132", "1"]
+["3", "GPT-3", "1"]
+["-5", "-$5.00", "1"]
+["50%", "50", "1"]
+[0.5, "is .5", "1"]
+["-.5", "-0.50", "1"]
+["5", "...5", "1"]
+["12.", "12", "1"]
+["1e5", "100,000", "1"]
+["1.5e\u22123", ".0015", "1"]
+["1e999", "1E999", "1"]
+["5", "1e999", "0"]
+["5", "1e99999999999999999999", "0"]
+["9007199254740993", "9007199254740992", "0"]
+["\uff11\uff12", "12", "1"]
+["\u0663", "3", "1"]
+["\\boxed{1{,}000}", "1,000", "1"]
+["4", "3,4", "1"]
+["3,000", "3,0000", "0"]
+["2*9=<<2*9=18>>18\n#### 18", "$18", "1"]
+["2+2=4", "4", "1"]
+["Step 1: 72 m\u00b2", "72", "1"]
+["In 2024, 72", "72", "1"]
+["one", "", "has an answer without a number"]
+["3/4", "4", "has an answer without a number, or with an ambiguous last one ('3/4')"]
+["12:30", "30", "has an answer without"]
+["2024-05-06", "6", "has an answer without"]
+["10^5", "5", "has an answer without"]
+["10^{5}", "5", "has an answer without"]
+["3-4", "4", "has an answer without"]
+["3 \u2013 4", "4", "has an answer without"]
+["1\u2009000", "0", "has an answer without"]
+["1'000", "0", "has an answer without"]
+["3,4", "4", "has an answer without"]
+["(3, 4)", "4", "has an answer without"]
+["1.2.3", "3", "has an answer without"]
+["5\u00bd", "5", "has an answer without"]
+["10\u00b2", "10", "has an answer without"]
+["1\u00d710^5", "5", "has an answer without"]
+["\\frac{3}{4}", "4", "has an answer without"]
+["3 : 4", "4", "has an answer without"]
+["3 or 4", "4", "has an answer without"]
+["1e5e6", "6", "has an answer without"]
+[null, "", "has no answer"]
+[" \n", "", "has no answer"]
+[[3], "3", "has no answer"]
+[NaN, "nan", "has no answer"]
+[true, "True", "has no answer"]
+"""
 
 
-def fails(row, text):
-    raise KeyError("x")
+@pytest.mark.parametrize("line", NUMBERS.split("\n")[1:-1])
+def test_the_last_number_is_compared(line):
+    answer, text, expected = json.loads(line)
+    assert outcome(number_reward, {"answer": answer}, text).startswith(expected)
 
 
-WRONG_REWARDS = [
-    (fails, "the reward raises KeyError"),
-    (lambda row, text: math.nan, "not a finite number"),
-    (lambda row, text: True, "not a finite number"),
-    (lambda row, text: torch.ones(()), "not a finite number"),
-]
+SCORES = """True => 1.0
+np.float32(1) => 1.0
+np.ones(()) => 1.0
+torch.ones(()) => 1.0
+float('nan') => nan, not a finite number
+'0.5' => '0.5', not a finite number
+[1.0] => [1.0], not a finite number
+row['x'] => the reward raises KeyError ('x') for the text 'a text'
+torch.ones(2) => the reward raises ValueError
+10**5000 => the reward raises OverflowError
+exit(3) => the reward raises SystemExit (3)"""
 
 
-@pytest.mark.parametrize(("reward", "words"), WRONG_REWARDS)
-def test_a_wrong_reward_is_named(reward, words):
-    with refused(words):
-        rewards.score(reward, {}, "a text")
+@pytest.mark.parametrize("line", SCORES.split("\n"))
+def test_a_reward_is_a_finite_number(line):
+    code, expected = line.split(" => ")
+    assert expected in outcome(rewards.score, lambda row, text: eval(code), {}, "a text")
+
+
+def test_a_rewards_file_has_neighbours_and_any_name(tmp_path):
+    (tmp_path / "beside.py").write_text("one = 1")
+    (tmp_path / "json.py").write_text("def f(*_):\n    import beside\n    return beside.one")
+    assert load_reward(f"{tmp_path}/json.py:f")({}, "") == 1
+    assert sys.modules["json"] is json
+
+
+def test_answers_without_a_reward_are_left_out(chat_model, tasks_file, tmp_path):
+    """Of four answers the last two: as with groups of two."""
+    kept = cycle([letters, letters, print, print])  # which returns None
+    pair = practise(chat_model, tasks_file, tmp_path / "2", True, group=2, max_steps=2)
+    left = practise(
+        chat_model, tasks_file, tmp_path / "4", True, lambda *x: next(kept)(*x), max_steps=2
+    )
+    assert left == pytest.approx(pair, abs=1e-5)
+    means = [metrics(tmp_path / name)[-1]["train/reward"] for name in "24"]
+    assert means[0] == pytest.approx(means[1])
+    assert practise(chat_model, tasks_file, tmp_path, False, lambda *_: None, max_steps=1) == [0]
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all(chat_model, tasks_file, tmp_path):
+    words = flags(chat_model, tasks_file, tmp_path, reward="tests/reward_script.py:first_only")
+    done = launch(*EAGER, "recipes/chat_rl.py", *words, processes=2, fails=True)
+    assert done.stderr.count("chat_rl.py: the reward raises ZeroDivisionError") == 2
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_file, tmp_path):
@@ -258,16 +353,20 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers(chat_model, tasks_fi
     seen = []
 
     def reward(row, text):
-        seen.append(len(seen) % 3 // 2)  # every third answer is solved
+        seen.append((0, 0, 1, 0, None)[len(seen) % 5])  # None is left out
         return seen[-1]
 
     task = Solved(tasks, reward, tokenizer, 3, samples=4)
     reset_accelerate()
-    results = task(Accelerator(), from_pretrained(chat_model))
-    groups = np.array(seen).reshape(-1, 4)
+    model = from_pretrained(chat_model)
+    results = task(Accelerator(), model)
+    groups = [[x for x in seen[i : i + 4] if x is not None] for i in range(0, len(seen), 4)]
     for k in (1, 2, 4):
-        choices = [groups[:, list(own)].any(axis=1) for own in combinations(range(4), k)]
-        assert results[f"solved/pass@{k}"] == pytest.approx(np.mean(choices))
+        shares = [np.mean(list(map(any, combinations(own, k)))) for own in groups if own[k - 1 :]]
+        assert results[f"solved/pass@{k}"] == pytest.approx(np.mean(shares))
+    assert results["solved/reward"] == pytest.approx(results["solved/pass@1"])
+    with refused("the reward is None for all answers"):
+        Solved(tasks, lambda row, text: None, tokenizer, 3)(Accelerator(), model)
     words = ["--model", chat_model, "--tasks", "rl", "--data", tasks_file, "--samples", "2"]
     words += ["--reward", "tests/reward_script.py:letters", "--limit", "3"]
     run_recipe("evaluate", *map(str, words), "--output", str(tmp_path / "results.json"))
@@ -316,15 +415,11 @@ def test_gradients_equal_trl(chat_model, tmp_path):
     )
     generator = torch.Generator().manual_seed(0)
     answers = [torch.randint(257, (n,), generator=generator).tolist() for n in (3, 9, 1, 6) * 2]
-    prompts = [torch.randint(257, (5,), generator=generator).tolist()] * 4
-    prompts += [torch.randint(257, (5,), generator=generator).tolist()] * 4
+    prompts = torch.randint(257, (2, 5), generator=generator).repeat_interleave(4, 0)
     advantages = torch.tensor([0.5, -0.5, 1.0, -1.0, 0.25, 0.0, 0.0, -0.25])
     ids = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, answers)), batch_first=True)
     mask = torch.tensor([[1] * len(a) + [0] * (9 - len(a)) for a in answers])
-    inputs = {
-        "prompt_ids": torch.tensor(prompts),
-        "prompt_mask": torch.ones(8, 5, dtype=torch.int64),
-    }
+    inputs = {"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)}
     inputs |= {"completion_ids": ids, "completion_mask": mask, "advantages": advantages}
     inputs["num_items_in_batch"] = mask.sum()
     trainer.current_gradient_accumulation_steps = 1
@@ -335,7 +430,7 @@ def test_gradients_equal_trl(chat_model, tmp_path):
     own = from_pretrained(chat_model).eval()
     rows = [
         Row(Question({}, [], p), a, "", 0.0, float(x), True, [0.0] * 9)
-        for p, a, x in zip(prompts, answers, advantages, strict=True)
+        for p, a, x in zip(prompts.tolist(), answers, advantages, strict=True)
     ]
     loader = SimpleNamespace(micro_batch_size=1)
     accelerator = Accelerator()
@@ -343,9 +438,7 @@ def test_gradients_equal_trl(chat_model, tmp_path):
     run.backward = lambda loss, last: loss.backward()
     PolicyGradient([], None, group=4).train(run, rows, float(mask.sum()))
     named = dict(own.named_parameters())
-    pairs = {"wpe.weight": "transformer.wpe.weight", "ln_f.weight": "transformer.ln_f.weight"}
-    pairs |= {"h.0.attn.c_attn.bias": "transformer.h.0.attn.c_attn.bias"}
-    pairs |= {"h.1.mlp.c_proj.bias": "transformer.h.1.mlp.c_proj.bias"}
-    for name, other in pairs.items():
-        assert expected[other].abs().max() > 1e-4
-        torch.testing.assert_close(named[name].grad, expected[other], atol=1e-6, rtol=0)
+    for name in ("wpe.weight", "ln_f.weight", "h.0.attn.c_attn.bias", "h.1.mlp.c_proj.bias"):
+        theirs = expected[f"transformer.{name}"]
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(named[name].grad, theirs, atol=1e-6, rtol=0)

@@ -6,6 +6,7 @@ converts the weights.
 
 import copy
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -288,13 +289,18 @@ def class_name(kind: type) -> str:
 def load_name(name: str, expected: str) -> Any:
     """Imports what the user names, `FILE.py:NAME` or `MODULE:NAME`.
 
-    Raises `ValueError` that it is not `expected` if it cannot be imported.
+    It can import its neighbours. Raises `ValueError` that it is not `expected` if it cannot be
+    imported.
     """
     place, _, own = name.rpartition(":")
+    known = sys.modules.copy()
+    sys.path.append(f"{Path(place).absolute().parent}")  # last: a neighbour may be called queue.py
     try:
         return getattr(importfile(place), own) if place.endswith(".py") else resolve_name(name)
     except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
         raise ValueError(f"{name} is not {expected} ({error})") from error
+    finally:
+        sys.modules.update(known)  # the file may be called json.py
 
 
 def load_class(name: str) -> type[LanguageModel]:
