@@ -7,10 +7,10 @@
 Data: rows with a `prompt` (a text or messages) and an `answer`, or `question` and `answer`, as in
 GSM8K. `--reward` is `number` (the last number of the text is that of the answer), `exact`, or a
 function of your own, `FILE.py:FUNCTION`, which takes (row, text) and returns a number, or None to
-leave the answer out. One task in 20 is held out, of few tasks one in 5. For each of `--batch_size` prompts an update samples
-`--group` answers; the advantage of an answer is its reward less the mean of its group. docs/chat.md
-has a trial. Expected: `train/reward` and `solved/reward` rise; `val/kept` says what the model loses
-elsewhere.
+leave the answer out. One task in 20 is held out, of few tasks one in 5. For each of `--batch_size`
+prompts an update samples `--group` answers; the advantage of an answer is its reward less the mean
+of its group. docs/chat.md has a trial. Expected: `train/reward` and `solved/reward` rise;
+`val/kept` says what the model loses elsewhere.
 """
 
 from dataclasses import dataclass
