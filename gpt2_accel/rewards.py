@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from gpt2_accel.charts import fallen
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.conversations import plural
 from gpt2_accel.data.documents import text_digest
@@ -35,6 +36,7 @@ from gpt2_accel.hf.convert import load_name
 from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.runtime.processes import process_state
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
 
@@ -42,7 +44,6 @@ Reward = Callable[[Mapping[str, Any], str], float]
 """(row, text of the answer) -> its reward."""
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-SLOW = 10.0  # seconds for the reward of a text, above which a line is printed
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -192,7 +193,7 @@ class PolicyGradient:
         self.scale_rewards = scale_rewards
         self.mask_cut = mask_cut
         self.equal = 0  # updates in a row whose rewards teach nothing
-        self.slow = False  # whether a slow reward was named
+        self.fallen = ""  # the line that the reward has fallen
 
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, Any]:
         accelerator = run.accelerator
@@ -245,7 +246,6 @@ class PolicyGradient:
                 break
         groups = []
         steps = torch.stack(nats, 1).tolist()
-        began = perf_counter()
         for i, task in enumerate(tasks):
             own = slice(i * self.group, (i + 1) * self.group)
             group = answers[own]
@@ -257,10 +257,6 @@ class PolicyGradient:
             counts = [not self.mask_cut or answer[-1] in ends for answer in group]
             rows = zip(group, texts, rewards, advantages, counts, steps[own], strict=True)
             groups.append([Row(task, *row) for row in rows])
-        each = (perf_counter() - began) / len(answers)
-        if each > SLOW and not self.slow:
-            self.slow = True
-            run.log.print_line(f"the reward takes {each:.0f} s for a text: the model waits for it")
         return groups
 
     def train(self, run: Run, rows: Sequence["Row"], total: float) -> dict[str, float]:
@@ -282,7 +278,8 @@ class PolicyGradient:
         return dict(zip(("loss", "entropy", "logp_difference"), sums.tolist(), strict=True))
 
     def remark(self, run: Run, rewards: np.ndarray) -> None:
-        """Prints a line if the rewards have been equal in each group for `LEVEL` updates."""
+        """Prints a line if the rewards have been equal in each group for `LEVEL` updates, and one
+        if the reward has fallen at a half or three quarters of the run: see `charts.fallen`."""
         self.equal = 0 if np.ptp(rewards, axis=1).any() else self.equal + 1
         if self.equal == LEVEL:
             run.log.print_line(
@@ -290,6 +287,10 @@ class PolicyGradient:
                 "nothing is learnt: take easier or harder prompts, a larger --group, or another "
                 "--reward"
             )
+        if not self.fallen and run.step in (run.updates // 2, run.updates * 3 // 4):
+            self.fallen = fallen(read_json_lines(run.run_dir / "metrics.jsonl"))
+            if self.fallen:
+                run.log.print_line(self.fallen)
 
     def log(self, run: Run, group: Sequence["Row"]) -> None:
         """Logs the first and the last answer of a group by reward, where samples are due."""

@@ -12,9 +12,7 @@ from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.evals.validation import describe_validation
 from gpt2_accel.hf.model_card import Training, installed_versions
-from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
-from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
 from gpt2_accel.runtime.files import duration
 from gpt2_accel.tokenizer import fingerprint
@@ -147,11 +145,6 @@ def speed_choices(run: "Run") -> str:
         words.append("fused optimizer")
     if torch.get_float32_matmul_precision() == "high":
         words.append("TF32")
-    tokens = run.train_loader.micro_batch_size * run.config.tokens_per_sequence
-    logits = tokens * run.empty.config.padded_vocab_size
-    if choices.enabled and run.empty.config.has_plain_head:
-        parts = ceil_div(logits, choices.logits_at_once or LOGITS_AT_ONCE)
-        words.append(f"parts of the loss {parts}")
     if run.log.full_speed is not None:
         speed = TYPICAL_MFU * run.log.full_speed
         words.append(f"about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak")
