@@ -295,9 +295,9 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
     )
     if (train["documents"] or FEW) < FEW:  # unknown beside imported tokens
         line += f"; too few conversations to learn from: {train['documents']}"
-    held = manifest["splits"]["val"]["documents"] or FEW
-    if held < FEW_HELD_OUT:
-        line += f"; val/loss rests on {held} of {held + train['documents']}: add conversations"
+    held_out = manifest["splits"]["val"]["documents"] or FEW
+    if held_out < FEW_HELD_OUT:
+        line += f"; too few held out for val/loss to say much: {held_out}"
     return line
 
 

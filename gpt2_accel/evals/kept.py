@@ -155,8 +155,8 @@ def verdict(
     for prompt, own, new in zip(base["prompts"], base["answers"], after, strict=True):
         text = prompt
         if isinstance(prompt[0], int):
-            words = tokenizer.decode(prompt, skip_special_tokens=True).split()
-            text = f"held out: {' '.join(words)}"
+            text = str(tokenizer.decode(prompt, skip_special_tokens=True))
+            text = f"held out: {' '.join(text.split())}"
         elif not isinstance(prompt, str):
             text = prompt[0]["content"]
         lines += [text, f"  before: {own!r}", f"  after:  {new!r}"]

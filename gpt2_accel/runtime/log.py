@@ -15,6 +15,7 @@ import psutil
 from torch.distributed import DistError
 from tqdm import tqdm
 
+from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.device import memory_gb
 from gpt2_accel.runtime.files import JsonLines, lock_id, number, sentence, write_json
 from gpt2_accel.runtime.progress import Progress
@@ -73,7 +74,9 @@ class RunLog(AbstractContextManager):
         self._best = 0.0  # tokens per second
         self._said = False  # whether there was a line about the speed
         self._process = psutil.Process()
-        self._cores()  # the start of the measurement
+        self._looked = time.perf_counter()  # when the use of the cores was measured
+        psutil.cpu_percent()
+        self._process.cpu_percent()
         self.resume()
         return self
 
@@ -121,35 +124,31 @@ class RunLog(AbstractContextManager):
         shown = {name: f"{figures[name]:.4g}", "lr": f"{rate:.3g}", "tok/s": f"{speed:,.0f}"}
         self.bar.set_postfix(shown, refresh=False)
 
-    def _cores(self) -> tuple[float, float, int]:
-        """Returns how many cores this process and how many all processes have used since the last
-        call, of those that this process may run on, and how many it may run on."""
-        self._looked = time.perf_counter()
-        busy = psutil.cpu_percent(percpu=True)
-        if hasattr(self._process, "cpu_affinity"):  # not on macOS
-            busy = [busy[core] for core in self._process.cpu_affinity()]
-        return self._process.cpu_percent() / 100, sum(busy) / 100, len(busy)
-
     def explain(self, speed: float) -> None:
         """Prints once why the run is slow, from the use of the cores over `LOOK` seconds or more.
 
-        On a CPU: other processes use a quarter of the cores, hardly any core is free, and this run
-        does not get one for each of its threads; or its threads are at most half of the physical
-        cores, and the others are free. On any device: the speed has halved, and other processes use
-        a fifth of a core. Processes of one run are assumed to use equal shares.
+        On a CPU: other processes use a quarter of the machine, hardly any core is free, and this
+        run does not get one for each of its threads; or they do not, and its threads are at most
+        half of the physical cores that it may use. On any device: the speed has halved, and other
+        processes use a fifth of a core. The processes of a run are assumed to use equal shares.
         """
         self._best = max(self._best, speed)
         if self._said or time.perf_counter() - self._looked < LOOK:
             return
-        own, used, cores = self._cores()
+        self._looked = time.perf_counter()
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = self.threads * processes
-        others = used - own * processes
-        starved = used > 0.9 * cores and own * processes < 0.9 * min(threads, cores)
-        if (starved and others > cores / 4) or (speed < self._best / 2 and others > 0.2):
-            cause = f"other processes use {others:.1f} of {cores} CPU cores"
-        elif 0 < 2 * threads <= min(psutil.cpu_count(logical=False) or 1, cores - others):
-            cause = f"this run uses {threads} of {cores} CPU cores: set OMP_NUM_THREADS"
+        machine = os.cpu_count() or 1
+        threads = min(self.threads * processes, machine)
+        used = psutil.cpu_percent() / 100 * machine  # the mean since the last call
+        own = self._process.cpu_percent() / 100 * processes
+        others = used - own
+        crowded = others > machine / 4
+        starved = crowded and used > 0.9 * machine and own < 0.9 * threads
+        usable = min(usable_cpus(), psutil.cpu_count(logical=False) or 1)
+        if starved or (speed < self._best / 2 and others > 0.2):
+            cause = f"other processes use {others:.1f} of {machine} CPU cores"
+        elif 0 < 2 * threads <= usable and not crowded:
+            cause = f"this run uses {threads} of {usable} CPU cores: set OMP_NUM_THREADS"
         else:
             return
         self._said = True

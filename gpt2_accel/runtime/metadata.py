@@ -4,8 +4,6 @@ import subprocess
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
@@ -138,17 +136,12 @@ def start_summary(run: "Run") -> str:
 
 
 def speed_choices(run: "Run") -> str:
-    """Returns what makes the run fast, and the speed to expect on a known GPU, as text."""
-    choices = kernels.choices
-    words = [f"attention by {(choices.sdpa_order or ('torch',))[0].lower()}"]
-    if run.optimizer.param_groups[0].get("fused"):
-        words.append("fused optimizer")
-    if torch.get_float32_matmul_precision() == "high":
-        words.append("TF32")
-    if run.log.full_speed is not None:
-        speed = TYPICAL_MFU * run.log.full_speed
-        words.append(f"about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak")
-    return ", ".join(words)
+    """Returns the kind of attention, and the speed to expect on a known GPU, as text."""
+    attention = f"attention by {(kernels.choices.sdpa_order or ('torch',))[0].lower()}"
+    if run.log.full_speed is None:
+        return attention
+    speed = TYPICAL_MFU * run.log.full_speed
+    return f"{attention}, about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak"
 
 
 def end_summary(run: "Run") -> str:
