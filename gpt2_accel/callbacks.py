@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.tracking import GeneralTracker
 
+from gpt2_accel.data.shards import COUNTS, TOKEN_ID
 from gpt2_accel.evals import kept
 from gpt2_accel.generation.sampling import Prompt, Sampling, whole_text
 from gpt2_accel.run import Evaluation, Run, call, diverged, goes_on, on_plain_model
@@ -165,7 +166,8 @@ class Samples:
 class Kept:
     """Measures what the run keeps of its base model, as `val/kept`: see `evals/kept.py`.
 
-    The base is sampled before the first update, and checkpoints hold the `base` texts. The estimate
+    The base is sampled before the first update, and checkpoints hold the `base` texts. Of pairs of
+    answers it also answers a held-out prompt, shown at the end with the answer then. The estimate
     is made after the last update, and at each quarter of a run that costs far more.
     """
 
@@ -185,9 +187,14 @@ class Kept:
         if not run.step and not self.base:
             start = str(run.config.init_from)
             run.log.print_line("sampling from the base, to measure later what the run keeps of it")
+            shown: list[Prompt] = []
+            if run.data.pairs:  # the first half of a window is the prompt and the chosen answer
+                source = run.data.split("val")[0][0]
+                row = source.read(0, source.sequence_length // 2)
+                shown.append((row[: (row & COUNTS).argmax()] & TOKEN_ID).tolist())
             self.base = on_plain_model(
                 run,
-                lambda m: kept.sample_base(m, run.tokenizer, start, lambda: run.stop.reason),
+                lambda m: kept.sample_base(m, run.tokenizer, start, lambda: run.stop.reason, shown),
             )
             # Before an update: a resume samples anew.
             run.stopping |= on_main_process(lambda: run.stop.reason is not None)
@@ -208,8 +215,7 @@ class Kept:
             run.log.evaluation(results)
             call(run, "on_evaluate", metrics=results)
             if last:
-                run.remarks = kept.verdict(results, self.base, answers)
-                run.log.print_line(run.remarks)
+                run.remark(kept.verdict(results, self.base, answers, run.tokenizer))
 
 
 class Profiler(torch.profiler.profile):

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 
-from gpt2_accel.charts import outcome
+from gpt2_accel.charts import fallen, outcome, still_falling
 from gpt2_accel.checkpoint.find import changed_files, read_status
 from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.evals.kept import LOSES
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.hub import MODEL_MANIFEST
 from gpt2_accel.hf.lora import merged
@@ -38,6 +40,7 @@ from gpt2_accel.runtime.processes import all_or_none, on_main_process
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.saving import check_problems, collect, report_save, save
 from gpt2_accel.tokenizer import load_tokenizer
+from gpt2_accel.tuning import is_pretrained
 
 GRACE_OF_HOLDER = 60.0  # seconds: batch systems and pods kill a process 30 seconds after the signal
 
@@ -82,6 +85,7 @@ def open_logs(run: Run) -> None:
         run.updates,
         lambda step: run.schedule.first(step) * config.tokens_per_sequence,
         speed,
+        torch.get_num_threads() if accelerator.device.type == "cpu" else 0,
     )
     run.status = Status(run.run_dir, lambda: run.step, run.stop)
     run.files = ModelFiles(run.tokenizer, run.log.print_line)
@@ -172,6 +176,7 @@ def finish(run: Run) -> bool:
             f"early stopping: no lower validation loss in {config.patience} evaluations"
         )
     if finished:
+        remark_on_metrics(run)
         export_model(run)
     else:
         stops = gather_object([(run.stop.reason, run.stop.requeue)])  # maybe only one rank stops
@@ -183,6 +188,22 @@ def finish(run: Run) -> bool:
     call(run, "on_train_end", finished=finished)
     run.log.write()
     return finished
+
+
+def remark_on_metrics(run: Run) -> None:
+    """Remarks on a reward that has fallen, and on a validation loss that was still falling.
+
+    The latter only in fine-tuning on conversations, unless a pretrained model has lost what it
+    knew: more epochs would make that worse.
+    """
+    lines = read_json_lines(run.run_dir / "metrics.jsonl")
+    text = fallen(lines)
+    base, data = run.config.init_from, run.data
+    lost = run.log.results.get("val/kept", 0) > LOSES
+    if base and data.chat and not data.pairs and not (lost and is_pretrained(base)):
+        text = text or still_falling(lines, run.updates, run.metadata["epochs"])
+    if text:
+        run.remark(text)
 
 
 def closing(run: Run) -> str:

@@ -26,6 +26,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from gpt2_accel.charts import fallen
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.conversations import plural
 from gpt2_accel.data.documents import text_digest
@@ -58,6 +59,14 @@ UNCLEAR = re.compile(
     | 0\s*[\xb2\xb3\xb9\xbc-\xbe\u2070-\u2089\u2150-\u215f]\D*\Z
     | \A[^\w=\#>]* 0 (?: [^\w=\#>] | 0 | and | or | to )* 0 [^\w=\#>]*\Z | \A\D*\Z"""
 )
+from gpt2_accel.runtime.files import read_json_lines
+from gpt2_accel.runtime.processes import process_state
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
+
+Reward = Callable[[Mapping[str, Any], str], float]
+"""(row, text of the answer) -> its reward."""
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -323,7 +332,8 @@ class PolicyGradient:
         return dict(zip(("loss", "entropy", "logp_difference"), sums.tolist(), strict=True))
 
     def remark(self, run: Run, rewards: np.ndarray) -> None:
-        """Prints a line if the rewards have been equal in each group for `LEVEL` updates."""
+        """Prints a line if the rewards have been equal in each group for `LEVEL` updates, and one
+        if the reward has fallen at a half or three quarters of the run: see `charts.fallen`."""
         self.equal = 0 if np.ptp(rewards, axis=1).any() else self.equal + 1
         if self.equal == LEVEL:
             run.log.print_line(
@@ -331,6 +341,10 @@ class PolicyGradient:
                 "nothing is learnt: take easier or harder prompts, a larger --group, or another "
                 "--reward"
             )
+        if not self.fallen and run.step in (run.updates // 2, run.updates * 3 // 4):
+            self.fallen = fallen(read_json_lines(run.run_dir / "metrics.jsonl"))
+            if self.fallen:
+                run.log.print_line(self.fallen)
 
     def log(self, run: Run, group: Sequence["Row"]) -> None:
         """Logs the first and the last answer of a group by reward, where samples are due."""

@@ -118,7 +118,7 @@ class Run:
     figures: dict[str, float] = field(default_factory=dict)
     figure_names: list[str] | None = None
     problem: str = ""  # why the last skipped update was skipped
-    remarks: str = ""  # text for the model card
+    remarks: str = ""  # lines for the model card
 
     # Set by `lifecycle.open_logs`, after a resume.
     metadata: dict[str, Any] = field(init=False)
@@ -165,6 +165,11 @@ class Run:
     def log_metrics(self, metrics: dict[str, float]) -> None:
         """Adds metrics to this step's line of `metrics.jsonl`, by names such as `ema/distance`."""
         self.log.add(metrics)
+
+    def remark(self, text: str) -> None:
+        """Prints a text, and adds it to the model card."""
+        self.remarks += f"{text}\n"
+        self.log.print_line(text)
 
     # Gradients
 

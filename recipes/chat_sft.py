@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FEW = 8  # conversations: too few to learn from
+FEW_HELD_OUT = 5  # too few to measure by
 EPOCHS = 3
 WARMUP_SHARE = 0.1  # share of the updates
 UPDATES_PER_EPOCH = 300
@@ -294,6 +295,9 @@ def fit_to_data(config: ChatSFT, width: int, processes: int, pretrained: bool) -
     )
     if (train["documents"] or FEW) < FEW:  # unknown beside imported tokens
         line += f"; too few conversations to learn from: {train['documents']}"
+    held_out = manifest["splits"]["val"]["documents"] or FEW
+    if held_out < FEW_HELD_OUT:
+        line += f"; too few held out for val/loss to say much: {held_out}"
     return line
 
 

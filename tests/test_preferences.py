@@ -217,6 +217,10 @@ def test_the_validation_loss_equals_transformers_on_the_held_out_pairs(pairs, tu
         )
         margins.append(BETA * (better - worse))
     margins = torch.tensor(margins)
+    first = stream.read(0, stream.sequence_length // 2) & int(TOKEN_ID)
+    text = re.search(r"user\n(.*?)<\|im_end\|>", load_tokenizer(tuned).decode(first))[1]
+    card = (tmp_path / "run/README.md").read_text()
+    assert f"held out: user {text} assistant\n  before: " in card
     last = metrics(tmp_path / "run")[-1]
     assert last["val/loss"] == pytest.approx(-F.logsigmoid(margins).mean().item(), rel=1e-4)
     assert last["val/margin"] == pytest.approx(margins.mean().item(), rel=1e-4)

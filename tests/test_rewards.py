@@ -26,6 +26,7 @@ from launching import EAGER, launch
 from reward_script import letters
 
 from gpt2_accel import from_pretrained, rewards
+from gpt2_accel.charts import fallen
 from gpt2_accel.data import Data
 from gpt2_accel.data.loader import TrainLoader, hash64
 from gpt2_accel.evals.chat import Question
@@ -442,3 +443,23 @@ def test_gradients_equal_trl(chat_model, tmp_path):
         theirs = expected[f"transformer.{name}"]
         assert theirs.abs().max() > 1e-4
         torch.testing.assert_close(named[name].grad, theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("fall", "low", "high"), [(0, 0, 0.05), (0.2, 0.95, 1)])
+def test_a_falling_reward_is_said_and_noise_is_not(fall, low, high):
+    """Of runs of 100 updates, judged at a half, at three quarters and at the end."""
+    runs = np.random.default_rng(0).normal(0.5, 0.1, (1000, 100)) - np.linspace(0, fall, 100)
+    lines = [[{"train/reward": x, "train/reward_stderr": 0.1} for x in row] for row in runs]
+    assert low <= np.mean([any(fallen(row[:n]) for n in (50, 75, 100)) for row in lines]) <= high
+
+
+def test_a_run_whose_reward_falls_says_so_also_after_a_resume(
+    chat_model, tasks_file, tmp_path, capsys
+):
+    left = iter(range(10**4, 0, -1))
+    changes = {"reward": lambda row, text: next(left), "max_steps": 28, "resume_from": "latest"}
+    for hours in (1e-9, None):
+        practise(chat_model, tasks_file, tmp_path, max_hours=hours, **changes)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "reward has fallen" in line]
+    assert [line[:7] for line in lines] == ["step 21", "step 28"]
+    assert lines[1][9:] in (tmp_path / "README.md").read_text()

@@ -58,6 +58,7 @@ def sample_base(
     tokenizer: PreTrainedTokenizerBase,
     base: str,
     interrupted: Callable[[], object] = lambda: False,
+    shown: Sequence[Prompt] = (),
 ) -> dict[str, Any]:
     """Samples `NEW_TOKENS` tokens after each of the `PROMPTS`, at temperature 1.
 
@@ -66,7 +67,7 @@ def sample_base(
 
     Returns an empty dict if none is left or `interrupted`, or `texts`: for each a list of the
     prompt's token ids and of the sampled ones, up to the end of a text; their `nats`, from
-    `sample_nats`; the first `prompts`, and the model's `answers` to them.
+    `sample_nats`; `SHOWN` prompts, first those `shown`, and the model's `answers` to them.
     """
     directory = local_directory(model_directory(base))
     is_there = (directory / "tokenizer.json").exists()
@@ -91,11 +92,12 @@ def sample_base(
         for (_, sampled), token in zip(texts, ids, strict=True):
             if not (sampled and sampled[-1] in ends):
                 sampled.append(token)
+    prompts = [*shown, *prompts][:SHOWN]
     return {
         "texts": texts,
         "nats": sample_nats(model, texts),
-        "prompts": prompts[:SHOWN],
-        "answers": answers(model, tokenizer, prompts[:SHOWN]),
+        "prompts": prompts,
+        "answers": answers(model, tokenizer, prompts),
     }
 
 
@@ -133,8 +135,16 @@ def compare(
     return named, answers(model, tokenizer, base["prompts"])
 
 
-def verdict(results: Mapping[str, float], base: Mapping[str, Any], after: Sequence[str]) -> str:
-    """Returns what `val/kept` means, and the answers of the base and of the tuned model."""
+def verdict(
+    results: Mapping[str, float],
+    base: Mapping[str, Any],
+    after: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> str:
+    """Returns what `val/kept` means, and the answers of the base and of the tuned model.
+
+    A prompt in `base` that is token ids is from the data's validation split.
+    """
     nats = results["val/kept"]
     words = "still answers as before"
     if nats > LOSES:
@@ -143,6 +153,11 @@ def verdict(results: Mapping[str, float], base: Mapping[str, Any], after: Sequen
         words = "answers in another form, and may have lost knowledge: compare its answers"
     lines = [f"beside what it was trained on, the model {words} (val/kept {nats:.2f})"]
     for prompt, own, new in zip(base["prompts"], base["answers"], after, strict=True):
-        text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+        text = prompt
+        if isinstance(prompt[0], int):
+            text = str(tokenizer.decode(prompt, skip_special_tokens=True))
+            text = f"held out: {' '.join(text.split())}"
+        elif not isinstance(prompt, str):
+            text = prompt[0]["content"]
         lines += [text, f"  before: {own!r}", f"  after:  {new!r}"]
     return "\n".join(lines)

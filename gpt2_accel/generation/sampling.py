@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -25,8 +26,9 @@ from gpt2_accel.tokenizer import (
     text_start,
 )
 
-# A text to continue, or the messages of a conversation to answer, each with `role` and `content`.
-Prompt = str | Sequence[Mapping[str, str]]
+# A text to continue, the messages of a conversation to answer, each with `role` and `content`, or
+# token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 def load(
@@ -157,7 +159,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     vocabulary, or a conversation that `prompt_tokens` refuses.
     """
     if not isinstance(prompt, str):
-        return prompt_tokens(tokenizer, prompt)
+        ids: Any = prompt
+        return ids if ids and isinstance(ids[0], int) else prompt_tokens(tokenizer, ids)
     ids = encode(tokenizer, [prompt])[0]
     ids = text_start(tokenizer, begins=not ids) + ids
     if not ids:

@@ -72,11 +72,10 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 | {{ metric }} | {{ "%.4f" | format(value) }} |
 {% endfor %}
 {%- endif %}{% if training.remarks %}
-## Base model
+## Remarks
 
 ```
-{{ training.remarks }}
-```
+{{ training.remarks }}```
 {% endif %}
 ## Settings
 

@@ -2,8 +2,12 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from gpt2_accel.rounding import ceil_div
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each period of so many
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # devices of NVIDIA, AMD and WSL
 
 
@@ -23,7 +27,12 @@ def missing_gpu() -> str:
 
 
 def usable_cpus() -> int:
-    """Returns the number of CPU cores that this process may run on."""
+    """Returns the number of CPU cores that this process may run on, by its affinity and the quota
+    of its container."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # another system, or "max"
+        quota, period = map(int, QUOTA.read_text().split())
+        count = min(count, ceil_div(quota, period))
+    return count

@@ -15,6 +15,7 @@ import psutil
 from torch.distributed import DistError
 from tqdm import tqdm
 
+from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.device import memory_gb
 from gpt2_accel.runtime.files import JsonLines, lock_id, number, sentence, write_json
 from gpt2_accel.runtime.progress import Progress
@@ -22,6 +23,7 @@ from gpt2_accel.runtime.signals import StopRequest
 
 # Seconds between writes of `status.json` during a run, far less than `find.SILENCE`.
 HEARTBEAT = 30.0
+LOOK = 5.0  # seconds at least over which the use of the cores is measured
 # In 80 columns the bar has ten or more.
 BAR = "{percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
@@ -38,6 +40,7 @@ class RunLog(AbstractContextManager):
 
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step`
     updates. `full_speed` is the speed at an MFU of 1, in tokens per second, None if unknown.
+    `threads` are those in which torch computes on a CPU, 0 on a GPU.
 
     `seconds` is the training time, including the time before a resume. `results` has the newest
     evaluations.
@@ -48,6 +51,7 @@ class RunLog(AbstractContextManager):
     updates: int
     tokens_at: Callable[[int], int]
     full_speed: float | None
+    threads: int = 0
     seconds: float = 0.0
     results: dict[str, float] = field(default_factory=dict)
     _files: list[JsonLines] = field(default_factory=list)
@@ -68,8 +72,11 @@ class RunLog(AbstractContextManager):
                         self.results[name] = value
         self._measured = (self.tokens, self.seconds)  # values in the last line of figures
         self._best = 0.0  # tokens per second
-        self._said = 0  # lines about the speed
+        self._said = False  # whether there was a line about the speed
         self._process = psutil.Process()
+        self._looked = time.perf_counter()  # when the use of the cores was measured
+        psutil.cpu_percent()
+        self._process.cpu_percent()
         self.resume()
         return self
 
@@ -118,20 +125,34 @@ class RunLog(AbstractContextManager):
         self.bar.set_postfix(shown, refresh=False)
 
     def explain(self, speed: float) -> None:
-        """Prints a line if the speed has halved while other processes use a fifth of a core or
-        more, and a line if it recovers: each once in a run."""
-        used = psutil.cpu_percent() * (os.cpu_count() or 1)  # the mean since the last call
-        others = used - self._process.cpu_percent()
-        if self._said == 0 and speed < self._best / 2 and others > 20:
-            self.print_line(
-                f"the speed has fallen from {self._best:,.0f} to {speed:,.0f} tokens/s: other "
-                f"processes use {others:.0f}% of a CPU core"
-            )
-            self._said = 1
-        elif self._said == 1 and speed > 0.8 * self._best:
-            self.print_line(f"the speed is {speed:,.0f} tokens/s again")
-            self._said = 2
+        """Prints once why the run is slow, from the use of the cores over `LOOK` seconds or more.
+
+        On a CPU: other processes use a quarter of the machine, hardly any core is free, and this
+        run does not get one for each of its threads; or they do not, and its threads are at most
+        half of the physical cores that it may use. On any device: the speed has halved, and other
+        processes use a fifth of a core. The processes of a run are assumed to use equal shares.
+        """
         self._best = max(self._best, speed)
+        if self._said or time.perf_counter() - self._looked < LOOK:
+            return
+        self._looked = time.perf_counter()
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        machine = os.cpu_count() or 1
+        threads = min(self.threads * processes, machine)
+        used = psutil.cpu_percent() / 100 * machine  # the mean since the last call
+        own = self._process.cpu_percent() / 100 * processes
+        others = used - own
+        crowded = others > machine / 4
+        starved = crowded and used > 0.9 * machine and own < 0.9 * threads
+        usable = min(usable_cpus(), psutil.cpu_count(logical=False) or 1)
+        if starved or (speed < self._best / 2 and others > 0.2):
+            cause = f"other processes use {others:.1f} of {machine} CPU cores"
+        elif 0 < 2 * threads <= usable and not crowded:
+            cause = f"this run uses {threads} of {usable} CPU cores: set OMP_NUM_THREADS"
+        else:
+            return
+        self._said = True
+        self.print_line(f"slow: {cause} ({speed:,.0f} tokens/s, at best {self._best:,.0f})")
 
     def skipped(self, problem: str, samples: list) -> None:
         """Logs that the last update was skipped because of `problem`, and its samples."""

@@ -4,17 +4,13 @@ import subprocess
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.evals.validation import describe_validation
 from gpt2_accel.hf.model_card import Training, installed_versions
-from gpt2_accel.kernels.cross_entropy import LOGITS_AT_ONCE
 from gpt2_accel.optim import learning_rate
-from gpt2_accel.rounding import ceil_div
 from gpt2_accel.runtime.device import device_name, memory_gb, precision_name
 from gpt2_accel.runtime.files import duration
 from gpt2_accel.tokenizer import fingerprint
@@ -140,22 +136,12 @@ def start_summary(run: "Run") -> str:
 
 
 def speed_choices(run: "Run") -> str:
-    """Returns what makes the run fast, and the speed to expect on a known GPU, as text."""
-    choices = kernels.choices
-    words = [f"attention by {(choices.sdpa_order or ('torch',))[0].lower()}"]
-    if run.optimizer.param_groups[0].get("fused"):
-        words.append("fused optimizer")
-    if torch.get_float32_matmul_precision() == "high":
-        words.append("TF32")
-    tokens = run.train_loader.micro_batch_size * run.config.tokens_per_sequence
-    logits = tokens * run.empty.config.padded_vocab_size
-    if choices.enabled and run.empty.config.has_plain_head:
-        parts = ceil_div(logits, choices.logits_at_once or LOGITS_AT_ONCE)
-        words.append(f"parts of the loss {parts}")
-    if run.log.full_speed is not None:
-        speed = TYPICAL_MFU * run.log.full_speed
-        words.append(f"about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak")
-    return ", ".join(words)
+    """Returns the kind of attention, and the speed to expect on a known GPU, as text."""
+    attention = f"attention by {(kernels.choices.sdpa_order or ('torch',))[0].lower()}"
+    if run.log.full_speed is None:
+        return attention
+    speed = TYPICAL_MFU * run.log.full_speed
+    return f"{attention}, about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak"
 
 
 def end_summary(run: "Run") -> str:

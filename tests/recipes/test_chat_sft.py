@@ -87,10 +87,12 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
 def test_settings_follow_from_the_data(windows, processes, pretrained, expected, monkeypatch):
     recipe = load_recipe("chat_sft")
     train = {"tokens": windows * 512, "documents": 2 * windows}
-    manifest = {"splits": {"train": train}, "sequence_length": 512}
+    splits = {"train": train, "val": {"documents": processes}}
+    manifest = {"splits": splits, "sequence_length": 512}
     monkeypatch.setattr("gpt2_accel.data.shards.read_manifest", lambda _: manifest)
     config = recipe.ChatSFT()
-    recipe.fit_to_data(config, 128, processes, pretrained)
+    line = recipe.fit_to_data(config, 128, processes, pretrained)
+    assert line.endswith(f"to say much: {processes}") == (processes < 5)
     actual = (config.max_steps, config.warmup_steps, config.eval_every)
     assert (config.total_batch_size // 512, *actual) == expected
     assert config.learning_rate == (2e-5 if pretrained else 0.0031)

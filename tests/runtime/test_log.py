@@ -107,3 +107,31 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
     assert [line["train/seconds"] for line in lines] == [1, 5, 6, 9]
     assert now[0] > 350
     assert {line["train/tokens_per_second"] for line in lines} == {128}
+
+
+@pytest.mark.parametrize(
+    ("used", "own", "threads", "words"),
+    [  # cores in use, those of this run, its threads
+        (8, 3, 8, "slow: other processes use 5.0 of 8"),
+        (8, 7.9, 8, ""),
+        (4, 3, 8, ""),
+        (8, 1, 1, ""),
+        (8, 3, 0, ""),  # on a GPU
+        (1, 1, 1, "slow: this run uses 1 of 4 CPU cores: set OMP"),
+        (4, 4, 4, ""),
+    ],
+)
+def test_a_run_that_is_slow_from_its_start_says_why(
+    used, own, threads, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(log.psutil.Process, "cpu_percent", lambda self: 100 * own)
+    monkeypatch.setattr(log.psutil, "cpu_percent", lambda: 100 * used / 8)
+    monkeypatch.setattr(log.psutil, "cpu_count", lambda logical: 4)
+    monkeypatch.setattr(log.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(log, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(log, "LOOK", 0)
+    with RunLog(tmp_path, 0, 2, int, None, threads) as run:
+        run.explain(1.0)
+        run.explain(1.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(words) and words in str(lines)
