@@ -39,6 +39,7 @@ from gpt2_accel.hf.convert import load_name
 from gpt2_accel.models import evaluating
 from gpt2_accel.rounding import round_up
 from gpt2_accel.run import Interrupted, MicroBatches, Run
+from gpt2_accel.runtime.files import read_json_lines
 from gpt2_accel.runtime.processes import all_or_none, on_main_process, process_state
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
 
@@ -59,14 +60,6 @@ UNCLEAR = re.compile(
     | 0\s*[\xb2\xb3\xb9\xbc-\xbe\u2070-\u2089\u2150-\u215f]\D*\Z
     | \A[^\w=\#>]* 0 (?: [^\w=\#>] | 0 | and | or | to )* 0 [^\w=\#>]*\Z | \A\D*\Z"""
 )
-from gpt2_accel.runtime.files import read_json_lines
-from gpt2_accel.runtime.processes import process_state
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, text_ends
-
-Reward = Callable[[Mapping[str, Any], str], float]
-"""(row, text of the answer) -> its reward."""
-
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -244,6 +237,7 @@ class PolicyGradient:
         self.scale_rewards = scale_rewards
         self.mask_cut = mask_cut
         self.equal = 0  # updates in a row whose rewards teach nothing
+        self.fallen = ""  # the line that the reward has fallen
 
     def __call__(self, run: Run, batches: MicroBatches) -> dict[str, Any]:
         accelerator = run.accelerator
