@@ -67,6 +67,7 @@ class ModelChoice:
         None, "code of a model that transformers does not have, FILE.py:CLASS"
     )
     verify: bool = setting(True, "compare the model's files with their checksums first")
+    base: str | None = setting(None, "base of an adapter, in place of the one that it names")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import STATE
@@ -110,6 +111,15 @@ def split(
     return tensors, values
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a parameter group are equal; they may be or list tensors."""
+    if type(one) is list is type(other) and len(one) == len(other):
+        return all(map(same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
@@ -173,7 +183,7 @@ class TrainingState:
     """The state of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
 
     Build it before the first update, and before a resume loads the state. The state of a parameter
-    has the parameter's name in the unwrapped model. The state of a callback has the name of its
+    has the parameter's name in the unwrapped model, a parameter group is `group#NUMBER`. The state of a callback has the name of its
     class, or `NAME#2` for the second of a class. Values that are not tensors are numbers, texts,
     lists and dicts, as in JSON. A parameter group keeps only the values that have changed since:
     the others are settings, and a resume may have new ones.
@@ -206,6 +216,7 @@ class TrainingState:
                     )
                 self.parameters[named[id(parameter)]] = parameter
         self.start = [self._values(group) for group in optimizer.param_groups]
+        self.groups = [f"group#{number}" for number in range(len(self.start))]
         self.callbacks: dict[str, Any] = {}
         for callback in callbacks:
             if hasattr(callback, "state_dict"):
@@ -229,13 +240,14 @@ class TrainingState:
         """
         state = self.optimizer.state
         scaler = self.accelerator.scaler
-        tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
+        states = {name: state.get(p, {}) for name, p in self.parameters.items()}
+        for name, group, start in zip(self.groups, self.optimizer.param_groups, self.start):
+            now = self._values(group).items()
+            states[name] = {key: value for key, value in now if not same(value, start.get(key))}
+        tensors, others = split(states)
+        groups = [others.pop(name, {}) for name in self.groups]
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         callbacks, values = split(named)
-        groups = []
-        for group, start in zip(self.optimizer.param_groups, self.start, strict=True):
-            now = self._values(group)
-            groups.append({key: value for key, value in now.items() if value != start.get(key)})
         return {"optimizer": tensors, "callbacks": callbacks}, {
             "optimizer": self.name,
             "optimizer_values": {"state": others, "groups": groups},
@@ -255,9 +267,17 @@ class TrainingState:
                 "resume with the --optimizer of the first run"
             )
         values = saved["optimizer_values"]
+        count = len(values["groups"])
+        if count not in (0, len(self.groups)):
+            raise ValueError(
+                f"{checkpoint} was trained with {count} parameter groups of {self.name}, "
+                f"not {len(self.groups)}: resume with the optimizer of the first run"
+            )
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        states = read_states(checkpoint, "optimizer", values["state"])
+        named = dict(zip(self.groups, values["groups"], strict=False))
+        states = read_states(checkpoint, "optimizer", values["state"] | named)
+        changed = [states.pop(name) for name in named]
         absent = states.keys() - self.parameters.keys()
         if absent:
             raise ValueError(
@@ -271,19 +291,12 @@ class TrainingState:
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
                 elif isinstance(value, list):
-                    tensor = torch.Tensor
-                    device = parameter.device
-                    value = [v.to(device) if isinstance(v, tensor) else v for v in value]
+                    value = send_to_device(value, parameter.device)
                 self.optimizer.state[parameter][key] = value
-        changed = values["groups"]
-        groups = self.optimizer.param_groups
-        if changed and len(changed) != len(groups):
-            raise ValueError(
-                f"{checkpoint} was trained with {len(changed)} parameter groups of {self.name}, "
-                f"not {len(groups)}: resume with the optimizer of the first run"
-            )
-        for group, own in zip(groups, changed, strict=False):
+        for group, own in zip(self.optimizer.param_groups, changed, strict=False):
             for key, value in own.items():
+                place = getattr(group.get(key), "device", group["params"][0].device)
+                value = send_to_device(value, place)
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         if self.accelerator.scaler and saved["scaler"]:
             self.accelerator.scaler.load_state_dict(saved["scaler"])

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.runtime.device import best_device, has_cpp_compiler
+from gpt2_accel.tokenizer import print_once
 
 
 class KVCache:
@@ -21,7 +22,8 @@ class KVCache:
 
     With `slots` it has memory for that many tokens of one row, and the forward of one token is
     compiled. Else memory grows. A class of `transformers` has its own cache, without `slots`. A
-    class without a cache, or one that counts positions itself, reads its rows again for each token.
+    class without a cache, or one that counts positions itself, reads its rows again for each token,
+    and so does a model with a block that leaves its layer of the cache empty.
     """
 
     def __init__(self, model: LanguageModel, slots: int = 0):
@@ -42,7 +44,15 @@ class KVCache:
         lengths = torch.tensor([len(row) for row in rows], device=self.model.device)
         self.padding = input_ids.shape[1] - lengths
         self.is_padded = len({len(row) for row in rows}) > 1
-        return self._run(next_logits, input_ids)
+        logits = self._run(next_logits, input_ids)
+        if isinstance(self.layers, list) and not all(each.is_initialized for each in self.layers):
+            print_once(
+                f"a block of {type(self.model).__name__} does not put its keys and values into "
+                "`past`: samples are generated without a cache, more slowly"
+            )
+            self.layers = None
+            self.input_ids = input_ids
+        return logits
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Reads the next token of each row, (B, 1).

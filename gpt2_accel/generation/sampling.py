@@ -30,20 +30,25 @@ Prompt = str | Sequence[Mapping[str, str]]
 
 
 def load(
-    name: str, dtype: str = "float32", *, verify: bool = True, model_class: str | None = None
+    name: str,
+    dtype: str = "float32",
+    *,
+    verify: bool = True,
+    model_class: str | None = None,
+    base: str | None = None,
 ) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
     """Loads a model in evaluation mode, on the GPU if there is one, and its tokenizer.
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
-    the weights is one of `WEIGHT_DTYPES`, `model_class` as in `from_pretrained`. `verify` as in
-    `verified_directory`. Raises `FileNotFoundError` if there is no model or tokenizer, and
+    the weights is one of `WEIGHT_DTYPES`, `model_class` and `base` as in `from_pretrained`,
+    `verify` as in `verified_directory`. Raises `FileNotFoundError` if there is no model or tokenizer, and
     `ValueError` for another dtype or a damaged or unsupported model.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
 
     directory = verified_directory(name, verify)
-    model = from_pretrained(directory, model_class=model_class)
+    model = from_pretrained(directory, model_class=model_class, base=base)
     tokenizer = load_tokenizer(directory)
     check_vocabulary(tokenizer, model.config.vocab_size, name)
     convert_parameters(model, getattr(torch, dtype))
