@@ -40,7 +40,7 @@ def main() -> None:
     path = Path(config.input)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give a .gguf file or a .pt checkpoint")
-    gguf = path.suffix == ".gguf"
+    gguf = path.suffix.lower() == ".gguf"
     name = config.tokenizer or ("" if gguf else "gpt2")
     tokenizer = None
     if name == "gpt2":
@@ -48,7 +48,7 @@ def main() -> None:
     elif name not in ("", "none"):
         tokenizer = load_tokenizer(name)
     if gguf:
-        model, own = read_gguf(path)
+        model, own = read_gguf(path, not name)
         tokenizer = tokenizer if name else own
     else:
         model = read_checkpoint(path)
