@@ -265,7 +265,9 @@ def main() -> None:
     for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = on_main_process(partial(verified_directory, name, config.verify))
-        entry, model, tokenizer, bos, length = open_model(directory, config.model_class, config.base)
+        entry, model, tokenizer, bos, length = open_model(
+            directory, config.model_class, config.base
+        )
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
         outcome = evaluate(config, accelerator, data, model, tokenizer, bos, length)

@@ -183,10 +183,11 @@ class TrainingState:
     """The state of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
 
     Build it before the first update, and before a resume loads the state. The state of a parameter
-    has the parameter's name in the unwrapped model, a parameter group is `group#NUMBER`. The state of a callback has the name of its
-    class, or `NAME#2` for the second of a class. Values that are not tensors are numbers, texts,
-    lists and dicts, as in JSON. A parameter group keeps only the values that have changed since:
-    the others are settings, and a resume may have new ones.
+    has the parameter's name in the unwrapped model, that of a parameter group is `group#NUMBER`.
+    The state of a callback has the name of its class, or `NAME#2` for the second of a class. Values
+    that are not tensors are numbers, texts, lists and dicts, as in JSON. A parameter group keeps
+    only the values that have changed since: the others are settings, and a resume may have new
+    ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
@@ -215,8 +216,8 @@ class TrainingState:
                         "model does not have: give it parameters of the model that it gets"
                     )
                 self.parameters[named[id(parameter)]] = parameter
-        self.start = [self._values(group) for group in optimizer.param_groups]
-        self.groups = [f"group#{number}" for number in range(len(self.start))]
+        groups = enumerate(optimizer.param_groups)
+        self.groups = {f"group#{number}": self._values(group) for number, group in groups}
         self.callbacks: dict[str, Any] = {}
         for callback in callbacks:
             if hasattr(callback, "state_dict"):
@@ -241,9 +242,9 @@ class TrainingState:
         state = self.optimizer.state
         scaler = self.accelerator.scaler
         states = {name: state.get(p, {}) for name, p in self.parameters.items()}
-        for name, group, start in zip(self.groups, self.optimizer.param_groups, self.start):
-            now = self._values(group).items()
-            states[name] = {key: value for key, value in now if not same(value, start.get(key))}
+        for name, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            start, now = self.groups[name], self._values(group)
+            states[name] = {k: v for k, v in now.items() if not same(v, start.get(k))}
         tensors, others = split(states)
         groups = [others.pop(name, {}) for name in self.groups]
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}

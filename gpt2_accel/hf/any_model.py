@@ -44,8 +44,8 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
         raise ValueError(f"{name} is a multimodal model: choose a model of text only")
     if getattr(config, "quantization_config", None):
         raise ValueError(
-            "its weights are quantized: choose the model before it was quantized, as the base of an "
-            "adapter by --base"
+            "its weights are quantized: choose the model before it was quantized (--base, for an "
+            "adapter)"
         )
     shape = AnyConfig(config.to_dict(), attention, f"transformers' {name}: {note}")
     try:

@@ -67,20 +67,22 @@ def read_checkpoint(path: Path) -> LanguageModel:
     return from_hf(converted.items(), config, str(path))
 
 
-def read_gguf(
-    path: Path, own_tokenizer: bool = True
-) -> "tuple[LanguageModel, PreTrainedTokenizerBase | None]":
+def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads the model, dequantized to fp32, and the tokenizer of a GGUF file by `transformers`.
 
     Takes minutes if the vocabulary is large. Raises `ValueError` if the file is damaged, is not a
-    whole model, lacks tensors or has others, or if `transformers` or this package does not support
-    the model, its rotary positions or, unless `own_tokenizer` is False, its tokenizer.
+    model in one file, lacks tensors or has others, or if `transformers` or this package does not
+    support the model, its rotary positions or its tokenizer.
     """
     from transformers import AutoConfig
 
     print(f"reading {path} to fp32, which takes minutes for a large vocabulary", file=sys.stderr)
     try:
-        from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+        from gguf import GGUFReader
+        from transformers.modeling_gguf_pytorch_utils import (
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
 
         reader = GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
@@ -92,29 +94,26 @@ def read_gguf(
             raise ValueError("it is one part of a model: join them by llama-gguf-split --merge")
         if path.suffix != ".gguf":
             raise ValueError("transformers knows such files by .gguf: rename it")
-        tokenizer = gguf_tokenizer(path, values) if own_tokenizer else None
+        tokenizer = gguf_tokenizer(path, values)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         factors = tensors.pop("rope_freqs.weight", None)
         if factors or any(".rope.scal" in name for name in values):
             config.rope_parameters = scaled_rope(config, values, factors and factors.data)
-        head, embedding = tensors.get("output.weight"), tensors["token_embd.weight"]
-        if head and np.array_equal(head.data, embedding.data):  # a copy of a tied head
+        head = tensors.get("output.weight")
+        if head and np.array_equal(head.data, tensors["token_embd.weight"].data):  # it is tied
             del tensors["output.weight"]
             config.tie_word_embeddings = True
         options = {"config": config, "output_loading_info": True}
         inner, report = open_class(path.parent, gguf_file=path.name, **options)
         if report["missing_keys"]:
             raise ValueError(f"it lacks {min(report['missing_keys'])}: download it again")
-        read = {tensor.data_ptr(): tensor.numel() for tensor in inner.state_dict().values()}
-        if sum(tensor.n_elements for tensor in tensors.values()) > sum(read.values()):
-            [arch] = (k for k, v in MODEL_ARCH_NAMES.items() if v == values["general.architecture"])
-            names = get_tensor_name_map(arch, config.num_hidden_layers)
-            known = {names.get_name(name, (".weight", ".bias")) for name in inner.state_dict()}
+        if sum(each.n_elements for each in tensors.values()) > inner.num_parameters():
+            known = get_gguf_hf_weights_map(inner, TensorProcessor())
             extra = min(tensors.keys() - known, default="output.weight")
-            raise ValueError(f"the model of transformers does not have its {extra}")
+            raise ValueError(f"transformers' {type(inner).__name__} does not have its {extra}")
     except Exception as error:  # the libraries raise several types
         raise ValueError(
-            f"cannot read {path}: {sentence(error)}; it needs pip install 'gguf>=0.17' "
+            f"cannot read {path}: {sentence(error)}; it needs pip install 'gguf>=0.16' "
             "'transformers>=5.23', and a GGUF file of a model that transformers supports"
         ) from error
     inner.hf_quantizer = None  # the weights are no longer quantized
@@ -138,26 +137,23 @@ def scaled_rope(
     kind = given.pop("type", "linear")
     factor = given.pop("factor", given.pop("scale_linear", 1))
     length = given.pop("original_context_length", config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    scaling = {"rope_type": kind, "factor": factor}
+    rope = dict(config.rope_parameters)
+    refused = kind not in ("none", "linear", "yarn") or "rope_theta" not in rope
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = length
-    elif factors is not None and factor == 1:
+        rope["original_max_position_embeddings"] = length
+    if kind == "yarn" or (kind == "linear" and factor != 1):
+        rope |= {"rope_type": kind, "factor": factor}
+    if factors is not None and not refused:
         factor = float(factors.max())
-        powers = np.arange(len(factors)) / len(factors)
-        wavelengths = 2 * np.pi * rope["rope_theta"] ** powers
+        wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
         kept = ((8192 / wavelengths - 1) / 3).clip(0, 1)
-        if np.allclose(factors, 1 / ((1 - kept) / factor + kept), rtol=1e-5):
-            factors = None
-        scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-        scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    elif kind == "none" or factor == 1:
-        scaling = {}
-    known = kind in ("none", "linear", "yarn") and "rope_theta" in rope
-    if factors is not None or not known or set(given.values()) - {0, 1}:
-        name = given or ("rope_freqs.weight" if known else "")
-        raise ValueError(f"it scales rotary positions by {kind} {name}, which is not supported")
-    return rope | scaling
+        llama3 = np.allclose(factors, 1 / ((1 - kept) / factor + kept))
+        refused |= rope["rope_type"] != "default" or not llama3
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if refused or set(given.values()) - {0, 1}:
+        raise ValueError(f"its scaling of rotary positions is not supported: {kind} {given}")
+    return rope
 
 
 def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -167,32 +163,31 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
-    tokens = values["tokenizer.ggml.tokens"]
     if (path.parent / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(path.parent)
+        tokens = values["tokenizer.ggml.tokens"]
         vocab = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
         if any(tokens[i : i + 1] != [token] for token, i in vocab.items()):
             raise ValueError("the tokenizer.json beside it has other tokens: remove it")
-        for name in ("bos", "eos"):
-            i = values.get(f"tokenizer.ggml.{name}_token_id")
-            if i is not None and getattr(tokenizer, f"{name}_token") is None:
-                setattr(tokenizer, f"{name}_token", tokens[i])
+        end = tokenizer.eos_token or tokens[values["tokenizer.ggml.eos_token_id"]]
+        tokenizer.eos_token = end
         tokenizer.chat_template = tokenizer.chat_template or values.get("tokenizer.chat_template")
         return tokenizer
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     backend = tokenizer.backend_tokenizer
-    as_gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
     splits = values.get("tokenizer.ggml.pre", "default")
     if splits in ("smollm", "starcoder"):
         each_digit = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([each_digit, backend.pre_tokenizer])
-    elif as_gpt2 and splits not in ("gpt-2", "phi-2"):
-        fix = "put its tokenizer.json beside it, or give --tokenizer"
-        if splits != "default":
-            raise ValueError(f"its tokenizer splits words by the rules of {splits!r}: {fix}")
-        print(f"{path} does not say how it splits words: taken as GPT-2's, or {fix}")
-    if splits == "llama-bpe":
+    elif splits == "llama-bpe":
         backend.model.ignore_merges = True  # words of the vocabulary are tokens, as in Llama 3
-    if splits == "qwen2":
+    elif splits == "qwen2":
         backend.normalizer = normalizers.NFC()
+    gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
+    if gpt2 and splits not in ("gpt-2", "phi-2", "default"):
+        raise ValueError(
+            f"it splits words by the rules {splits!r}: put its tokenizer.json beside it"
+        )
+    if gpt2 and splits == "default":
+        print(f"{path} does not say how it splits words: taken as GPT-2's", file=sys.stderr)
     return tokenizer
