@@ -112,12 +112,12 @@ def split(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of a parameter group are equal; they may be or list tensors."""
-    if type(one) is list is type(other) and len(one) == len(other):
-        return all(map(same, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and one == other
+    """Whether two values of a parameter group are equal: tensors, lists of them or values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def read_states(
@@ -216,8 +216,8 @@ class TrainingState:
                         "model does not have: give it parameters of the model that it gets"
                     )
                 self.parameters[named[id(parameter)]] = parameter
-        groups = enumerate(optimizer.param_groups)
-        self.groups = {f"group#{number}": self._values(group) for number, group in groups}
+        self.groups = {f"group#{i}": group for i, group in enumerate(optimizer.param_groups)}
+        self.start = {name: self._values(group) for name, group in self.groups.items()}
         self.callbacks: dict[str, Any] = {}
         for callback in callbacks:
             if hasattr(callback, "state_dict"):
@@ -242,8 +242,8 @@ class TrainingState:
         state = self.optimizer.state
         scaler = self.accelerator.scaler
         states = {name: state.get(p, {}) for name, p in self.parameters.items()}
-        for name, group in zip(self.groups, self.optimizer.param_groups, strict=True):
-            start, now = self.groups[name], self._values(group)
+        for name, start in self.start.items():
+            now = self._values(self.groups[name])
             states[name] = {k: v for k, v in now.items() if not same(v, start.get(k))}
         tensors, others = split(states)
         groups = [others.pop(name, {}) for name in self.groups]
@@ -276,29 +276,25 @@ class TrainingState:
             )
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        named = dict(zip(self.groups, values["groups"], strict=False))
-        states = read_states(checkpoint, "optimizer", values["state"] | named)
-        changed = [states.pop(name) for name in named]
-        absent = states.keys() - self.parameters.keys()
+        groups = dict(zip(self.groups, values["groups"], strict=False))
+        states = read_states(checkpoint, "optimizer", values["state"] | groups)
+        absent = states.keys() - self.parameters.keys() - self.groups.keys()
         if absent:
             raise ValueError(
                 f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not "
                 "have: resume with the --attn_implementation of the first run"
             )
         for name, state in states.items():
-            parameter = self.parameters[name]
+            group = self.groups.get(name)
+            parameter = group["params"][0] if group else self.parameters[name]
+            target = group or self.optimizer.state[parameter]
             for key, value in state.items():
                 # As in torch: the kernels read a `step` on the host, unless they are fused.
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
                 elif isinstance(value, list):
                     value = send_to_device(value, parameter.device)
-                self.optimizer.state[parameter][key] = value
-        for group, own in zip(self.optimizer.param_groups, changed, strict=False):
-            for key, value in own.items():
-                place = getattr(group.get(key), "device", group["params"][0].device)
-                value = send_to_device(value, place)
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                target[key] = tuple(value) if isinstance(target.get(key), tuple) else value
         if self.accelerator.scaler and saved["scaler"]:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 

@@ -143,25 +143,20 @@ def set_dtype(model: LanguageModel, settings: TrainConfig) -> None:
 def merged(model: AnyModel) -> AnyModel:
     """Adds the adapter to the weights, in fp32, and returns the model without it.
 
-    A tied head becomes a matrix of its own if the adapter changes only one of head and embedding.
-    The given model cannot be used afterwards.
+    A tied head or embedding that the adapter changes becomes a matrix of its own. The given model
+    cannot be used afterwards.
     """
-    warnings.filterwarnings("ignore", ".*no longer tied")
-    tied = model.head_weight
-    for module in model.inner.modules():
-        if module._parameters.get("weight") is tied:
-            module.weight = torch.nn.Parameter(tied.detach().clone())
+    inner, tied = model.inner, model.head_weight
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    if any(hasattr(end, "base_layer") for end in ends):
+        for module in inner.modules():
+            if module._parameters.get("weight") is tied:
+                module.weight = torch.nn.Parameter(tied.detach().clone())
     try:
         inner = model.adapter[0].float().merge_and_unload()
     except Exception as error:  # not every adapter of peft changes weights
         raise ValueError(f"peft cannot merge the adapter: {sentence(error)}") from error
-    config, head = model.config, inner.get_output_embeddings()
-    if config.hf.tie_word_embeddings:
-        embedding = inner.get_input_embeddings().weight
-        inner.config.tie_word_embeddings = torch.equal(head.weight, embedding)
-        if inner.config.tie_word_embeddings:
-            head.weight = embedding
-        config = config.changed(tie_word_embeddings=inner.config.tie_word_embeddings)
+    config = model.config.changed(tie_word_embeddings=inner.config.tie_word_embeddings)
     return AnyModel(config, inner.requires_grad_())
 
 

@@ -135,7 +135,7 @@ def scaled_rope(
     prefix = values["general.architecture"] + ".rope.scal"
     given = {k.rpartition(".")[2]: v for k, v in values.items() if k.startswith(prefix)}
     kind = given.pop("type", "linear")
-    factor = given.pop("factor", given.pop("scale_linear", 1))
+    factor = given.pop("factor", 1)
     length = given.pop("original_context_length", config.max_position_embeddings)
     rope = dict(config.rope_parameters)
     refused = kind not in ("none", "linear", "yarn") or "rope_theta" not in rope
@@ -169,14 +169,14 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
         vocab = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
         if any(tokens[i : i + 1] != [token] for token, i in vocab.items()):
             raise ValueError("the tokenizer.json beside it has other tokens: remove it")
-        end = tokenizer.eos_token or tokens[values["tokenizer.ggml.eos_token_id"]]
-        tokenizer.eos_token = end
+        end = tokens[values["tokenizer.ggml.eos_token_id"]]
+        tokenizer.eos_token = tokenizer.eos_token or end
         tokenizer.chat_template = tokenizer.chat_template or values.get("tokenizer.chat_template")
         return tokenizer
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     backend = tokenizer.backend_tokenizer
     splits = values.get("tokenizer.ggml.pre", "default")
-    if splits in ("smollm", "starcoder"):
+    if splits == "smollm":
         each_digit = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([each_digit, backend.pre_tokenizer])
     elif splits == "llama-bpe":
@@ -184,7 +184,7 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
     elif splits == "qwen2":
         backend.normalizer = normalizers.NFC()
     gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
-    if gpt2 and splits not in ("gpt-2", "phi-2", "default"):
+    if gpt2 and splits not in ("gpt-2", "default"):
         raise ValueError(
             f"it splits words by the rules {splits!r}: put its tokenizer.json beside it"
         )
