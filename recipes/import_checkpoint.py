@@ -48,7 +48,7 @@ def main() -> None:
     elif name not in ("", "none"):
         tokenizer = load_tokenizer(name)
     if gguf:
-        model, own = read_gguf(path, not name)
+        model, own = read_gguf(path)
         tokenizer = tokenizer if name else own
     else:
         model = read_checkpoint(path)

@@ -45,7 +45,8 @@ class KVCache:
                 "`past`: samples are generated without a cache, more slowly"
             )
             self.layers = None
-            self.input_ids = input_ids
+            self.end = 0
+            return self.read(input_ids)  # without padding, which such a block may read
         return logits
 
     def read(self, input_ids: torch.Tensor) -> torch.Tensor:

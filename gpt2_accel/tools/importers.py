@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+SCALING = ".rope.scal"  # in the names of a GGUF file's values
+
+
 def read_checkpoint(path: Path) -> LanguageModel:
     """Loads a checkpoint of nanoGPT (with `model_args`) or of build-nanogpt (with `config`).
 
@@ -97,7 +100,7 @@ def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         tokenizer = gguf_tokenizer(path, values)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         factors = tensors.pop("rope_freqs.weight", None)
-        if factors or any(".rope.scal" in name for name in values):
+        if factors or any(SCALING in name for name in values):
             config.rope_parameters = scaled_rope(config, values, factors and factors.data)
         head = tensors.get("output.weight")
         if head and np.array_equal(head.data, tensors["token_embd.weight"].data):  # it is tied
@@ -132,16 +135,15 @@ def scaled_rope(
     number for those above 8192, and between them 1 / factor is linear in 1 / wavelength. Raises
     `ValueError` for others.
     """
-    prefix = values["general.architecture"] + ".rope.scal"
-    given = {k.rpartition(".")[2]: v for k, v in values.items() if k.startswith(prefix)}
+    given = {k.rpartition(".")[2]: v for k, v in values.items() if SCALING in k}
     kind = given.pop("type", "linear")
     factor = given.pop("factor", 1)
     length = given.pop("original_context_length", config.max_position_embeddings)
     rope = dict(config.rope_parameters)
     refused = kind not in ("none", "linear", "yarn") or "rope_theta" not in rope
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = length
-    if kind == "yarn" or (kind == "linear" and factor != 1):
+        rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+    elif kind == "linear" and factor != 1:
         rope |= {"rope_type": kind, "factor": factor}
     if factors is not None and not refused:
         factor = float(factors.max())
@@ -166,8 +168,8 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
     if (path.parent / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(path.parent)
         tokens = values["tokenizer.ggml.tokens"]
-        vocab = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
-        if any(tokens[i : i + 1] != [token] for token, i in vocab.items()):
+        count = tokenizer.vocab_size  # without added tokens
+        if tokenizer.convert_ids_to_tokens([*range(count)]) != tokens[:count]:
             raise ValueError("the tokenizer.json beside it has other tokens: remove it")
         end = tokens[values["tokenizer.ggml.eos_token_id"]]
         tokenizer.eos_token = tokenizer.eos_token or end

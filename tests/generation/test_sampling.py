@@ -89,6 +89,22 @@ def test_greedy_tokens_equal_those_of_transformers(each_model, tmp_path):
         assert ids(each_model, [prompt], 30) == [expected.tolist()]
 
 
+class Mean(torch.nn.Module):
+    """Stands in for attention: the mean of a text up to each token. Ignores the cache."""
+
+    def forward(self, x, mask=None, past=None):
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+def test_a_block_that_ignores_the_cache_is_sampled_without_one(capsys):
+    model = build("gpt2")
+    model.h[1].attn = Mean()
+    expected = [recomputed(model, prompt, 60) for prompt in RAGGED]
+    assert ids(model, RAGGED, 60) == expected
+    assert ids(model, RAGGED[:1], 60) == expected[:1]
+    assert capsys.readouterr().err.count("does not put its keys and values into `past`") == 1
+
+
 def test_samples_depend_on_their_seed_only(model):
     def rows(prompts, **sampling):
         return ids(model, prompts, 20, temperature=1, top_k=0, **sampling)
