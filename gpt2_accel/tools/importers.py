@@ -70,12 +70,14 @@ def read_checkpoint(path: Path) -> LanguageModel:
     return from_hf(converted.items(), config, str(path))
 
 
-def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+def read_gguf(
+    path: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads the model, dequantized to fp32, and the tokenizer of a GGUF file by `transformers`.
 
     Takes minutes if the vocabulary is large. Raises `ValueError` if the file is damaged, is not a
     model in one file, lacks tensors or has others, or if `transformers` or this package does not
-    support the model, its rotary positions or its tokenizer.
+    support the model, its rotary positions or its tokenizer, if none is given.
     """
     from transformers import AutoConfig
 
@@ -97,7 +99,7 @@ def read_gguf(path: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
             raise ValueError("it is one part of a model: join them by llama-gguf-split --merge")
         if path.suffix != ".gguf":
             raise ValueError("transformers knows such files by .gguf: rename it")
-        tokenizer = gguf_tokenizer(path, values)
+        tokenizer = tokenizer or gguf_tokenizer(path, values)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         factors = tensors.pop("rope_freqs.weight", None)
         if factors or any(SCALING in name for name in values):
@@ -188,7 +190,8 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
     gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
     if gpt2 and splits not in ("gpt-2", "default"):
         raise ValueError(
-            f"it splits words by the rules {splits!r}: put its tokenizer.json beside it"
+            f"it splits words by the rules {splits!r}: put its tokenizer.json beside it, or give "
+            "--tokenizer"
         )
     if gpt2 and splits == "default":
         print(f"{path} does not say how it splits words: taken as GPT-2's", file=sys.stderr)
