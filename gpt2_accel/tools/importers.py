@@ -71,7 +71,7 @@ def read_checkpoint(path: Path) -> LanguageModel:
 
 
 def read_gguf(
-    path: Path, tokenizer: PreTrainedTokenizerBase | None = None
+    path: Path, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
     """Loads the model, dequantized to fp32, and the tokenizer of a GGUF file by `transformers`.
 

@@ -99,10 +99,8 @@ class Mean(torch.nn.Module):
 def test_a_block_that_ignores_the_cache_is_sampled_without_one(capsys):
     model = build("gpt2")
     model.h[1].attn = Mean()
-    expected = [recomputed(model, prompt, 60) for prompt in RAGGED]
-    assert ids(model, RAGGED, 60) == expected
-    assert ids(model, RAGGED[:1], 60) == expected[:1]
-    assert capsys.readouterr().err.count("does not put its keys and values into `past`") == 1
+    assert ids(model, RAGGED, 60) == [recomputed(model, prompt, 60) for prompt in RAGGED]
+    assert "does not put its keys and values into `past`" in capsys.readouterr().err
 
 
 def test_samples_depend_on_their_seed_only(model):

@@ -166,40 +166,22 @@ def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
     assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
 
 
-ON_ENDS = (
-    {"target_modules": ["lm_head", "q_proj"]},
-    {"target_modules": ["embed_tokens", "q_proj"]},
-    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-)
-
-
-@pytest.mark.parametrize("ends", ON_ENDS)
-def test_an_adapter_on_one_end_of_a_tied_model_opens_as_in_peft(ends, tmp_path):
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_one_end_of_a_tied_model_opens_as_in_peft(end, tmp_path):
     """Also beside a config.json, and with its base in another place."""
     base = save_family("smollm3", tmp_path / "base")
-    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, **ends))
-    torch.manual_seed(0)
-    for parameter in theirs.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    adapter = tmp_path / "adapter"
-    theirs.save_pretrained(adapter)
-    shutil.copy(base / "config.json", adapter)
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(target_modules=[end], init_lora_weights=False)  # random
+    theirs = peft.get_peft_model(theirs, settings)
+    theirs.save_pretrained(tmp_path / "adapter")
     base = base.rename(tmp_path / "moved")
+    shutil.copy(base / "config.json", tmp_path / "adapter")
     with refused("base, which does not exist.*--base"):
-        from_pretrained(adapter)
-    merged = from_pretrained(adapter, base=base)
-    save_pretrained(merged, tmp_path / "merged")
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    expected = logits(theirs)
-    for model in (merged, from_pretrained(adapter, base=base, merge=False), reopened):
-        limit = 1e-5 * expected.abs().max().item()
-        torch.testing.assert_close(logits(model), expected, atol=limit, rtol=0)
-    config = read_json(base / "config.json") | {"quantization_config": {"quant_method": "gptq"}}
-    (base / "config.json").write_text(json.dumps(config))
-    with refused("quantized: .*--base"):
-        from_pretrained(adapter, base=base)
+        from_pretrained(tmp_path / "adapter")
+    merged = from_pretrained(tmp_path / "adapter", base=base)
+    save_pretrained(merged, tmp_path / "hf")
+    for model in (merged, AutoModelForCausalLM.from_pretrained(tmp_path / "hf")):
+        torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):

@@ -13,7 +13,7 @@ from conftest import randomized, refused, run_recipe
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
+from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.tokenizer import byte_symbols, byte_tokenizer, load_tokenizer
 from gpt2_accel.tools.importers import read_checkpoint, read_gguf
 
@@ -114,7 +114,10 @@ needs_5_23 = pytest.mark.skipif(
 )
 
 
-def write_gguf(path, without="", base=10000.0, tensors=(), head=False, **more):
+BASE = 500_000.0
+
+
+def write_gguf(path, without="", tensors=(), head=False, **more):
     """Writes a Llama of one layer with matrices in Q8_0, and a byte-level BPE of 258 tokens.
 
     Has other `tensors`, by name, with `head` a copy of the embedding, and values, with `__` for the
@@ -128,10 +131,9 @@ def write_gguf(path, without="", base=10000.0, tensors=(), head=False, **more):
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(base)
+    writer.add_rope_freq_base(BASE)
     for name, value in more.items():
-        kinds = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32}
-        kind = kinds.get(type(value), gguf.GGUFValueType.FLOAT32)
+        kind = gguf.GGUFValueType.get_type(value)
         writer.add_key_value(name.replace("__", "."), value, kind)
     writer.add_vocab_size(258)
     writer.add_tokenizer_model("gpt2")
@@ -165,20 +167,59 @@ def write_gguf(path, without="", base=10000.0, tensors=(), head=False, **more):
     return path
 
 
+def scaled(kind, plain):
+    """Returns rotary frequencies and the factor of their cosines, by the papers' formulas.
+
+    Position interpolation by 4 (Chen et al., 2023), YaRN from 16 to 64 positions with its ramp over
+    channels (Peng et al., 2023, and its code), or Llama 3.1's scaling by 8.
+    """
+    if kind == "linear":
+        return plain / 4, 1.0
+    if kind == "yarn":
+        low, high = (4 * math.log(8 / (turns * math.pi)) / math.log(BASE) for turns in (32, 1))
+        low, high = max(math.floor(low), 0), math.ceil(high)
+        ramp = ((torch.arange(4) - low) / (high - low)).clamp(0, 1)
+        return plain * (1 - ramp + ramp / 4), 0.1 * math.log(4) + 1
+    turns = 8192 * plain / (2 * math.pi)  # in the original context
+    smooth = ((turns - 1) / 3).clamp(0, 1)
+    return plain * ((1 - smooth) / 8 + smooth), 1.0
+
+
+PLAIN = BASE ** (-torch.arange(4) / 4)
+FACTORS = {"rope_freqs.weight": (PLAIN / scaled("llama3", PLAIN)[0]).numpy()}
+KIND = "llama__rope__scaling__type"
+BY_4 = {"llama__rope__scaling__factor": 4.0}
+YARN = {KIND: "yarn", **BY_4, "llama__rope__scaling__original_context_length": 16}
+IMPORTED = [
+    ("", {}),
+    ("", {KIND: "none", **BY_4}),
+    ("", {"head": True}),
+    ("linear", BY_4),
+    ("yarn", YARN),
+    ("llama3", {"tensors": FACTORS}),
+]
+
+
 @needs_5_23
-def test_a_gguf_file_is_imported(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf")
-    run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
+@pytest.mark.parametrize(("kind", "values"), IMPORTED)
+def test_a_gguf_file_is_imported(kind, values, tmp_path):
+    plain = write_gguf(tmp_path / "plain.gguf")
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.float32
+        tmp_path, gguf_file=plain.name, dtype=torch.float32
     ).eval()
+    if kind:
+        rotary = theirs.model.rotary_emb
+        rotary.inv_freq, rotary.attention_scaling = scaled(kind, PLAIN)
+    file = write_gguf(tmp_path / "model.gguf", **values)
+    run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert reopened.dtype == torch.float32
+    assert reopened.config.tie_word_embeddings
     ours = from_pretrained(tmp_path / "hf").eval()
     assert ours.config.architecture == "llama"
     with torch.no_grad():
         expected = theirs(INPUT_IDS).logits
-        assert torch.equal(reopened(INPUT_IDS).logits, expected)
+        torch.testing.assert_close(reopened(INPUT_IDS).logits, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(ours(INPUT_IDS), expected, atol=1e-4, rtol=0)
     tokenizer = load_tokenizer(tmp_path / "hf")
     assert tokenizer.chat_template == TEMPLATE
@@ -187,129 +228,49 @@ def test_a_gguf_file_is_imported(tmp_path):
     assert tokenizer(text)["input_ids"] == kept(text)["input_ids"]
 
 
-def linear(plain, base):
-    """Position interpolation (Chen et al., 2023): four times as many positions."""
-    return plain / 4, 1.0
-
-
-def yarn(plain, base):
-    """YaRN (Peng et al., 2023) from 16 to 64 positions, with the ramp over channels of its code."""
-
-    def channel(rotations):
-        return len(plain) * math.log(16 / (rotations * 2 * math.pi)) / math.log(base)
-
-    low, high = max(math.floor(channel(32)), 0), math.ceil(channel(1))
-    scaled = ((torch.arange(len(plain)) - low) / (high - low)).clamp(0, 1)
-    return plain / 4 * scaled + plain * (1 - scaled), 0.1 * math.log(4) + 1
-
-
-def llama3(plain, base):
-    """Llama 3.1's scaling by 8, from 8,192 positions, frequency by frequency."""
-    result = []
-    for frequency in plain.tolist():
-        turns = 8192 * frequency / (2 * math.pi)  # in the original context
-        smooth = (turns - 1) / (4 - 1)
-        between = (1 - smooth) * frequency / 8 + smooth * frequency
-        result.append(frequency if turns > 4 else frequency / 8 if turns < 1 else between)
-    return torch.tensor(result), 1.0
-
-
-def frequencies(base):
-    return base ** (-torch.arange(0, 8, 2) / 8)
-
-
-LLAMA3_BASE = 500_000.0
-PLAIN = frequencies(LLAMA3_BASE)
-FACTORS = {"rope_freqs.weight": PLAIN / llama3(PLAIN, LLAMA3_BASE)[0]}
-KIND = "llama__rope__scaling__type"
-BY_4 = {"llama__rope__scaling__factor": 4.0}
-
-
 @needs_5_23
-@pytest.mark.parametrize(
-    ("scaling", "values"),
-    [
-        (linear, {KIND: "linear", **BY_4}),
-        (linear, BY_4),
-        (yarn, {KIND: "yarn", **BY_4, "llama__rope__scaling__original_context_length": 16}),
-        (llama3, {"tensors": FACTORS, "base": LLAMA3_BASE}),
-        (None, {KIND: "none", **BY_4}),
-        (None, {"head": True}),
-    ],
-)
-def test_rotary_positions_of_a_gguf_file_are_scaled(scaling, values, tmp_path):
-    base = values.get("base", 10000.0)
-    plain = write_gguf(tmp_path / "plain.gguf", base=base)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=plain.name, dtype=torch.float32
-    ).eval()
-    rotary = theirs.model.rotary_emb
-    torch.testing.assert_close(rotary.inv_freq, frequencies(base))
-    if scaling:
-        rotary.inv_freq, rotary.attention_scaling = scaling(rotary.inv_freq, base)
-    model, tokenizer = read_gguf(write_gguf(tmp_path / "scaled.gguf", **values))
-    save_pretrained(model, tmp_path / "hf", tokenizer)
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    with torch.no_grad():
-        expected = theirs(INPUT_IDS).logits
-        torch.testing.assert_close(reopened(INPUT_IDS).logits, expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(model.eval()(INPUT_IDS), expected, atol=1e-4, rtol=0)
-    assert reopened.config.tie_word_embeddings
-
-
-@needs_5_23
-def test_a_gguf_file_splits_words_as_its_model_did(tmp_path, capsys):
-    text = "it's 123 to"
-    pieces = {
-        "default": ["it", "'s", "\u0120123", "\u0120to"],
-        "smollm": ["it", "'s", "\u0120", "1", "2", "3", "\u0120to"],
-    }
-    for splits, expected in pieces.items():
+def test_a_gguf_file_splits_words_as_its_model_did(tmp_path):
+    def read(splits):
         file = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__pre=splits)
-        _, tokenizer = read_gguf(file)
-        backend = tokenizer.backend_tokenizer
-        assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == expected
-        assert ("does not say" in capsys.readouterr().err) == (splits == "default")
-    file = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__pre="other")
+        return read_gguf(file)[1]
+
+    digits = read("smollm").backend_tokenizer
+    words = digits.pre_tokenizer.pre_tokenize_str("12 t")
+    assert [word for word, _ in words] == ["1", "2", "\u0120t"]
     with refused("'other': put its tokenizer.json beside it"):
-        read_gguf(file)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    _, beside = read_gguf(file)
-    assert beside(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert beside.eos_token == "<|endoftext|>"
-    assert beside.chat_template == TEMPLATE
+        read("other")
+    digits.save(str(tmp_path / "tokenizer.json"))
+    beside = read("other")
+    assert beside.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12 t") == words
+    assert (beside.eos_token, beside.chat_template) == ("<|endoftext|>", TEMPLATE)
     byte_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with refused("tokenizer.json beside it has other tokens"):
-        read_gguf(file)
+    with refused("has other tokens"):
+        read("other")
 
 
-NOT_A_MODEL = {
+REFUSED = {
     "its type is adapter": {"general__type": "adapter"},
     "one part of a model": {"split__count": 2},
-    "longrope": {KIND: "longrope"},
-    "scaling of rotary positions": {"tensors": {"rope_freqs.weight": [1, 1, 2, 3]}},
-    "yarn_ext_factor": {KIND: "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5},
-    "does not have its blk.0.attn_q.bias": {"tensors": {"blk.0.attn_q.bias": [0] * 32}},
-    "does not have its blk.1.attn_norm": {"tensors": {"blk.1.attn_norm.weight": [1] * 32}},
+    "supported: longrope": {KIND: "longrope"},
+    "rotary positions": {"tensors": {"rope_freqs.weight": [1.0, 1.0, 2.0, 3.0]}},
+    "does not have its blk.0.attn_q.bias": {"tensors": {"blk.0.attn_q.bias": [0.0] * 32}},
     "a.gguf: it lacks": {"without": "blk.0.attn_v.weight"},
+    "rename it": {"name": "a.GGUF"},
 }
 
 
 @needs_5_23
-@pytest.mark.parametrize("words", NOT_A_MODEL)
+@pytest.mark.parametrize("words", REFUSED)
 def test_a_gguf_file_of_something_else_is_refused(words, tmp_path):
+    values = {"name": "a.gguf"} | REFUSED[words]
     with refused(f"cannot read .*{words}"):
-        read_gguf(write_gguf(tmp_path / "a.gguf", **NOT_A_MODEL[words]))
+        read_gguf(write_gguf(tmp_path / values.pop("name"), **values))
 
 
 @needs_5_23
 def test_a_damaged_gguf_file_is_refused(tmp_path):
     file = write_gguf(tmp_path / "a.gguf")
-    os.truncate(file, file.stat().st_size - 2000)
-    with refused("cannot read .*a.gguf"):
-        read_gguf(file)
-    file.write_bytes(b"weights")
-    with refused("cannot read .*a.gguf"):
-        read_gguf(file)
-    with refused("rename it"):
-        read_gguf(write_gguf(tmp_path / "b.GGUF"))
+    for size in (file.stat().st_size - 2000, 3):
+        os.truncate(file, size)
+        with refused("cannot read .*a.gguf"):
+            read_gguf(file)
