@@ -184,15 +184,6 @@ def test_an_adapter_on_one_end_of_a_tied_model_opens_as_in_peft(end, tmp_path):
         torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):
-    shutil.copytree(chat_run / "adapter", tmp_path / "adapter")
-    config = read_json(tmp_path / "adapter/adapter_config.json")
-    config["base_model_name_or_path"] = str(tmp_path / "gone")
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
-    with refused("adapter is an adapter of .*gone, which does not exist.*base_model_name_or_path"):
-        from_pretrained(tmp_path / "adapter")
-
-
 def copied(chat_run, start, folder):
     """Copies an adapter and its base; returns the adapter, which names the new place, and the base.
 

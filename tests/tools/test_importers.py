@@ -270,7 +270,7 @@ def test_a_gguf_file_of_something_else_is_refused(words, tmp_path):
 @needs_5_23
 def test_a_damaged_gguf_file_is_refused(tmp_path):
     file = write_gguf(tmp_path / "a.gguf")
-    for size in (file.stat().st_size - 2000, 3):
+    for size in (2000, 3):
         os.truncate(file, size)
         with refused("cannot read .*a.gguf"):
             read_gguf(file)
