@@ -21,8 +21,8 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def is_adapter(directory: Path) -> bool:
     """Whether a directory holds an adapter of peft, without its base model."""
-    weights = any(directory.glob("model*.safetensors*"))
-    return (directory / ADAPTER).is_file() and not weights
+    full = directory.glob("model*.safetensors*")
+    return (directory / ADAPTER).is_file() and not any(full)
 
 
 def weight_files(directory: Path) -> list[Path]:
