@@ -67,6 +67,7 @@ class ModelChoice:
         None, "code of a model that transformers does not have, FILE.py:CLASS"
     )
     verify: bool = setting(True, "compare the model's files with their checksums first")
+    base: str | None = setting(None, "base of an adapter, in place of the one that it names")
 
 
 @dataclass
@@ -78,8 +79,7 @@ class Sampling:
     used.
 
     `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its
-    older half, and the KV cache is computed again. `compile` is for a single sample: it takes half
-    a minute, and then a busy CPU slows it less.
+    older half, and the KV cache is computed again.
 
     Raises `ValueError` for a value out of its range.
     """
@@ -91,7 +91,6 @@ class Sampling:
     num_samples: int = setting(1, "continuations of each prompt")
     seed: int = setting(1337, "same seed, same text; the second sample is the first of seed + 1")
     stop: list[str] = setting([], "strings that end a continuation, besides <|endoftext|>")
-    compile: bool = setting(False, "compile the model: for a long text, of one sample")
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -99,8 +98,6 @@ class Sampling:
         )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.compile and self.num_samples > 1:
-            raise ValueError("compile is for one sample: give --num_samples 1")
 
 
 # The sections of `--help`, by the first setting of each. A recipe's own settings come before them.

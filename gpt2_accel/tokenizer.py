@@ -171,7 +171,7 @@ def load_tokenizer(name: str | Path) -> "PreTrainedTokenizerBase":
 
 def refuse_gguf(name: str | Path) -> None:
     """Raises `ValueError` for a GGUF file, which is not a model directory."""
-    if str(name).endswith(".gguf"):
+    if str(name).lower().endswith(".gguf"):
         command = recipe_command("import-checkpoint", "--input", name, "--output_dir", "FOLDER")
         raise ValueError(f"{name} is a GGUF file: convert it by {command}, and give FOLDER")
 
@@ -203,14 +203,15 @@ def save_tokenizer(
     write_json(settings, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
     loaded = _from_pretrained(AutoTokenizer, folder)
     if not _same_ids(loaded, file):
-        _print_once(
+        print_once(
             f"AutoTokenizer opens the tokenizer of this type of model as {type(loaded).__name__}, "
             "with other token ids: in transformers open it by PreTrainedTokenizerFast"
         )
 
 
 @functools.cache
-def _print_once(text: str) -> None:
+def print_once(text: str) -> None:
+    """Prints a line to stderr, the first time."""
     print(text, file=sys.stderr)
 
 

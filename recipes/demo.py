@@ -63,7 +63,11 @@ def main() -> None:
     except ImportError as error:
         raise ValueError("the page needs Gradio: pip install 'gradio>=6.0'") from error
     model, tokenizer = load(
-        config.model, config.dtype, verify=config.verify, model_class=config.model_class
+        config.model,
+        config.dtype,
+        verify=config.verify,
+        model_class=config.model_class,
+        base=config.base,
     )
     new_page = pages.chat_page if tokenizer.chat_template else pages.text_page
     settings, run = run_of(config.model)

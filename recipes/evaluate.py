@@ -47,6 +47,7 @@ class Evaluate:
         None, "code of a model that transformers does not have, FILE.py:CLASS"
     )
     verify: bool = setting(True, "compare the model's files with their checksums first")
+    base: str | None = setting(None, "base of an adapter, in place of the one that it names")
     tasks: list[str] = setting(
         [],
         f"{', '.join(TASKS + SPLITS)}; default val with --data_dir or the data of a run, else "
@@ -182,7 +183,7 @@ def evaluate(
 
 
 def open_model(
-    name: str | Path, model_class: str | None
+    name: str | Path, model_class: str | None, base: str | None
 ) -> "tuple[dict, LanguageModel, PreTrainedTokenizerBase, list[int], int | None]":
     """Opens a model. All ranks call it, and all fail if one does.
 
@@ -206,7 +207,7 @@ def open_model(
             record = load_saved(directory / "run.json") | read_status(directory)
         entry = {"step": record.get("step"), "weights": weights_digest(directory)}
         tokenizer = load_tokenizer(directory)
-        model = from_pretrained(directory, model_class=model_class)
+        model = from_pretrained(directory, model_class=model_class, base=base)
         check_finite(model, directory)
         check_vocabulary(tokenizer, model.config.vocab_size, directory)
         bos = record.get("bos", []) if record else added_bos(tokenizer)
@@ -264,7 +265,9 @@ def main() -> None:
     for name in config.model:
         accelerator.print(f"evaluating {name}", flush=True)
         directory = on_main_process(partial(verified_directory, name, config.verify))
-        entry, model, tokenizer, bos, length = open_model(directory, config.model_class)
+        entry, model, tokenizer, bos, length = open_model(
+            directory, config.model_class, config.base
+        )
         entry["parameters"] = model.config.parameter_count
         entry["precision"] = accelerator.mixed_precision
         outcome = evaluate(config, accelerator, data, model, tokenizer, bos, length)

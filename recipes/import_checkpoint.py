@@ -6,7 +6,7 @@
         --output_dir models/chars --tokenizer none
 
 Checkpoints of build-nanogpt are read too. GGUF files are read by transformers, which needs
-`pip install 'gguf>=0.14' 'transformers>=5.23'`: their weights become fp32, and a large vocabulary
+`pip install 'gguf>=0.16' 'transformers>=5.23'`: their weights become fp32, and a large vocabulary
 takes minutes. The directory must be new or empty. transformers, `sample.py` and `--init_from` of
 every training recipe load it.
 """
@@ -40,7 +40,7 @@ def main() -> None:
     path = Path(config.input)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file: give a .gguf file or a .pt checkpoint")
-    gguf = path.suffix == ".gguf"
+    gguf = path.suffix.lower() == ".gguf"
     name = config.tokenizer or ("" if gguf else "gpt2")
     tokenizer = None
     if name == "gpt2":
@@ -48,7 +48,7 @@ def main() -> None:
     elif name not in ("", "none"):
         tokenizer = load_tokenizer(name)
     if gguf:
-        model, own = read_gguf(path)
+        model, own = read_gguf(path, tokenizer)
         tokenizer = tokenizer if name else own
     else:
         model = read_checkpoint(path)

@@ -43,7 +43,11 @@ def main() -> None:
     from gpt2_accel.generation.sampling import complete, load, stream
 
     model, tokenizer = load(
-        config.model, config.dtype, verify=config.verify, model_class=config.model_class
+        config.model,
+        config.dtype,
+        verify=config.verify,
+        model_class=config.model_class,
+        base=config.base,
     )
     _, run = run_of(config.model)
     if config.chat or (config.chat is None and run.get("chat")):

@@ -49,12 +49,17 @@ def go(config, **seams):
 
 
 class Counted(torch.optim.SGD):
-    """SGD whose state holds lists, bf16, a large int64 and a tensor that is not contiguous."""
+    """SGD whose state holds lists, bf16, a large int64 and a tensor that is not contiguous.
+
+    Its groups hold tensors too.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
+            group["d"] = 0.9 * group.get("d", torch.ones((), dtype=torch.float64))
+            group["k"] = 0.9 * group.get("k", torch.ones(2, dtype=torch.bfloat16))
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
@@ -100,6 +105,8 @@ def test_an_optimizer_resumes_with_all_of_its_state(tiny, tmp_path):
     assert state["wte.weight/number"].tolist() == [2**24 + 8]
     assert state["wte.weight/half"].dtype == torch.bfloat16
     assert state["wte.weight/GG/0"].shape == (2, 3)
+    assert state["group#1/d"].dtype == torch.float64
+    assert state["group#1/k"].dtype == torch.bfloat16
 
     def one_group(model, config):
         return Counted(model.parameters(), lr=config.learning_rate)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import STATE
@@ -110,6 +111,15 @@ def split(
     return tensors, values
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of a parameter group are equal: tensors, lists of them or values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
@@ -173,10 +183,11 @@ class TrainingState:
     """The state of the optimizer, the fp16 gradient scaler, and the callbacks that have state.
 
     Build it before the first update, and before a resume loads the state. The state of a parameter
-    has the parameter's name in the unwrapped model. The state of a callback has the name of its
-    class, or `NAME#2` for the second of a class. Values that are not tensors are numbers, texts,
-    lists and dicts, as in JSON. A parameter group keeps only the values that have changed since:
-    the others are settings, and a resume may have new ones.
+    has the parameter's name in the unwrapped model, that of a parameter group is `group#NUMBER`.
+    The state of a callback has the name of its class, or `NAME#2` for the second of a class. Values
+    that are not tensors are numbers, texts, lists and dicts, as in JSON. A parameter group keeps
+    only the values that have changed since: the others are settings, and a resume may have new
+    ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
@@ -205,7 +216,8 @@ class TrainingState:
                         "model does not have: give it parameters of the model that it gets"
                     )
                 self.parameters[named[id(parameter)]] = parameter
-        self.start = [self._values(group) for group in optimizer.param_groups]
+        self.groups = {f"group#{i}": group for i, group in enumerate(optimizer.param_groups)}
+        self.start = {name: self._values(group) for name, group in self.groups.items()}
         self.callbacks: dict[str, Any] = {}
         for callback in callbacks:
             if hasattr(callback, "state_dict"):
@@ -229,13 +241,14 @@ class TrainingState:
         """
         state = self.optimizer.state
         scaler = self.accelerator.scaler
-        tensors, others = split({name: state.get(p, {}) for name, p in self.parameters.items()})
+        states = {name: state.get(p, {}) for name, p in self.parameters.items()}
+        for name, start in self.start.items():
+            now = self._values(self.groups[name])
+            states[name] = {k: v for k, v in now.items() if not same(v, start.get(k))}
+        tensors, others = split(states)
+        groups = [others.pop(name, {}) for name in self.groups]
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
         callbacks, values = split(named)
-        groups = []
-        for group, start in zip(self.optimizer.param_groups, self.start, strict=True):
-            now = self._values(group)
-            groups.append({key: value for key, value in now.items() if value != start.get(key)})
         return {"optimizer": tensors, "callbacks": callbacks}, {
             "optimizer": self.name,
             "optimizer_values": {"state": others, "groups": groups},
@@ -255,36 +268,33 @@ class TrainingState:
                 "resume with the --optimizer of the first run"
             )
         values = saved["optimizer_values"]
+        count = len(values["groups"])
+        if count not in (0, len(self.groups)):
+            raise ValueError(
+                f"{checkpoint} was trained with {count} parameter groups of {self.name}, "
+                f"not {len(self.groups)}: resume with the optimizer of the first run"
+            )
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        states = read_states(checkpoint, "optimizer", values["state"])
-        absent = states.keys() - self.parameters.keys()
+        groups = dict(zip(self.groups, values["groups"], strict=False))
+        states = read_states(checkpoint, "optimizer", values["state"] | groups)
+        absent = states.keys() - self.parameters.keys() - self.groups.keys()
         if absent:
             raise ValueError(
                 f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not "
                 "have: resume with the --attn_implementation of the first run"
             )
         for name, state in states.items():
-            parameter = self.parameters[name]
+            group = self.groups.get(name)
+            parameter = group["params"][0] if group else self.parameters[name]
+            target = group or self.optimizer.state[parameter]
             for key, value in state.items():
                 # As in torch: the kernels read a `step` on the host, unless they are fused.
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
                     value = shard_like(value, parameter)
                 elif isinstance(value, list):
-                    tensor = torch.Tensor
-                    device = parameter.device
-                    value = [v.to(device) if isinstance(v, tensor) else v for v in value]
-                self.optimizer.state[parameter][key] = value
-        changed = values["groups"]
-        groups = self.optimizer.param_groups
-        if changed and len(changed) != len(groups):
-            raise ValueError(
-                f"{checkpoint} was trained with {len(changed)} parameter groups of {self.name}, "
-                f"not {len(groups)}: resume with the optimizer of the first run"
-            )
-        for group, own in zip(groups, changed, strict=False):
-            for key, value in own.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                    value = send_to_device(value, parameter.device)
+                target[key] = tuple(value) if isinstance(target.get(key), tuple) else value
         if self.accelerator.scaler and saved["scaler"]:
             self.accelerator.scaler.load_state_dict(saved["scaler"])
 

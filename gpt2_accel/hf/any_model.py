@@ -43,7 +43,10 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
     if config.get_text_config() is not config:
         raise ValueError(f"{name} is a multimodal model: choose a model of text only")
     if getattr(config, "quantization_config", None):
-        raise ValueError("its weights are quantized: choose the model before it was quantized")
+        raise ValueError(
+            "its weights are quantized: choose the model before it was quantized (--base, for an "
+            "adapter)"
+        )
     shape = AnyConfig(config.to_dict(), attention, f"transformers' {name}: {note}")
     try:
         later = sees_later_tokens(shape)

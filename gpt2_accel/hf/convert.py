@@ -215,6 +215,7 @@ def from_pretrained(
     *,
     reason: str | None = None,
     merge: bool = True,
+    base: str | Path | None = None,
 ) -> LanguageModel:
     """Loads a causal language model, in fp32 on the CPU, in training mode.
 
@@ -223,8 +224,8 @@ def from_pretrained(
     setting of GPT-2; the value in the file is ignored. A model that `transformers` does not have
     needs its `model_class`, see `load_class`, unless its class is one of `models/`. `attention`, an
     `attn_implementation`, selects the class of `transformers`, and so does a `reason`, which is
-    printed. An adapter of peft is opened with its base model, and merged into it unless `merge` is
-    False.
+    printed. An adapter of peft is opened with its base model, or `base` in place of it, and merged
+    into it unless `merge` is False.
 
     Raises `FileNotFoundError` if there is no such directory or Hub repository, `ValueError` if it
     is damaged or `transformers` has no such text model; the message names the file or tensor. Files
@@ -240,11 +241,12 @@ def from_pretrained(
         load_weights(model, directory)
         return model
     if is_adapter(directory):
-        base = local_directory(base_of(directory))
+        base = local_directory(base or base_of(directory))
         model = from_pretrained(base, attention=attention, reason=LORA)
-        rows = len(load_tokenizer(directory))
         assert isinstance(model, AnyModel)
-        model = with_rows_of_class(model, model.config.vocab_size, rows)
+        if (directory / "tokenizer.json").is_file():
+            rows = len(load_tokenizer(directory))
+            model = with_rows_of_class(model, model.config.vocab_size, rows)
         load_lora(model, directory, base)
         return merged(model) if merge else model
     config = read_config(directory, dropout, attention, reason)

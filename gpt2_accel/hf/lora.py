@@ -44,8 +44,8 @@ def base_of(directory: Path) -> str:
         raise ValueError(f"{config} names no base model: save or download the adapter again")
     if Path(name).is_absolute() and not Path(name).is_dir():
         raise FileNotFoundError(
-            f"{directory} is an adapter of {name}, which does not exist: put it back, or write its "
-            f"new place as base_model_name_or_path into {config}"
+            f"{directory} is an adapter of {name}, which does not exist: put it back, name its new "
+            f"place by --base, or write it as base_model_name_or_path into {config}"
         )
     revision = values.get("revision")
     return f"{name}@{revision}" if revision else name
@@ -143,13 +143,21 @@ def set_dtype(model: LanguageModel, settings: TrainConfig) -> None:
 def merged(model: AnyModel) -> AnyModel:
     """Adds the adapter to the weights, in fp32, and returns the model without it.
 
-    The given model cannot be used afterwards.
+    A tied head or embedding that the adapter changes becomes a matrix of its own. The given model
+    cannot be used afterwards.
     """
+    inner, tied = model.inner, model.head_weight
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    if any(hasattr(end, "base_layer") for end in ends):
+        for module in inner.modules():
+            if module._parameters.get("weight") is tied:
+                module.weight = torch.nn.Parameter(tied.detach().clone())
     try:
         inner = model.adapter[0].float().merge_and_unload()
     except Exception as error:  # not every adapter of peft changes weights
         raise ValueError(f"peft cannot merge the adapter: {sentence(error)}") from error
-    return AnyModel(model.config, inner.requires_grad_())
+    config = model.config.changed(tie_word_embeddings=inner.config.tie_word_embeddings)
+    return AnyModel(config, inner.requires_grad_())
 
 
 def write_adapter(model: AnyModel, folder: Path) -> None:

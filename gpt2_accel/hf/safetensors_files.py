@@ -21,7 +21,8 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def is_adapter(directory: Path) -> bool:
     """Whether a directory holds an adapter of peft, without its base model."""
-    return (directory / ADAPTER).is_file() and not (directory / "config.json").is_file()
+    full = directory.glob("model*.safetensors*")
+    return (directory / ADAPTER).is_file() and not any(full)
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -280,18 +280,14 @@ class LanguageModel(nn.Module):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
-    def new_cache(self, slots: int = 0) -> Any:
+    def new_cache(self) -> Any:
         """Returns an empty KV cache, a cache layer of `transformers` for each block.
 
-        With `slots` it has memory for that many tokens, else it grows. For a class of
-        `transformers` it is a cache of that class, or None.
+        For a class of `transformers` it is a cache of that class, or None.
         """
-        from transformers.cache_utils import DynamicLayer, StaticLayer
+        from transformers.cache_utils import DynamicLayer
 
-        layers = range(self.config.n_layer)
-        if slots:
-            return [StaticLayer(slots) for _ in layers]
-        return [DynamicLayer() for _ in layers]
+        return [DynamicLayer() for _ in range(self.config.n_layer)]
 
     def tie_weights(self) -> None:
         """Ties shared parameters again, after `load_state_dict` has assigned them separately."""

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from test_chat_template import padded_by_its_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gpt2_accel import from_pretrained
+from gpt2_accel import from_pretrained, save_pretrained
 from gpt2_accel.generation.sampling import Sampling, complete, load, user_turn
 from gpt2_accel.hf.chat_template import chat_tokenizer
 from gpt2_accel.hf.hub import stage
@@ -166,13 +166,22 @@ def test_an_adapter_is_sampled_and_pushed_as_a_model(chat_run, tmp_path):
     assert 'name = "user/name"' in (tmp_path / "staged/README.md").read_text()
 
 
-def test_an_adapter_without_its_base_is_refused(chat_run, tmp_path):
-    shutil.copytree(chat_run / "adapter", tmp_path / "adapter")
-    config = read_json(tmp_path / "adapter/adapter_config.json")
-    config["base_model_name_or_path"] = str(tmp_path / "gone")
-    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
-    with refused("adapter is an adapter of .*gone, which does not exist.*base_model_name_or_path"):
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_an_adapter_on_one_end_of_a_tied_model_opens_as_in_peft(end, tmp_path):
+    """Also beside a config.json, and with its base in another place."""
+    base = save_family("smollm3", tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(target_modules=[end], init_lora_weights=False)  # random
+    theirs = peft.get_peft_model(theirs, settings)
+    theirs.save_pretrained(tmp_path / "adapter")
+    base = base.rename(tmp_path / "moved")
+    shutil.copy(base / "config.json", tmp_path / "adapter")
+    with refused("base, which does not exist.*--base"):
         from_pretrained(tmp_path / "adapter")
+    merged = from_pretrained(tmp_path / "adapter", base=base)
+    save_pretrained(merged, tmp_path / "hf")
+    for model in (merged, AutoModelForCausalLM.from_pretrained(tmp_path / "hf")):
+        torch.testing.assert_close(logits(model), logits(theirs), atol=1e-5, rtol=1e-5)
 
 
 def copied(chat_run, start, folder):

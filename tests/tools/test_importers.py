@@ -1,5 +1,6 @@
 """GGUF files and checkpoints of nanoGPT and build-nanogpt are imported."""
 
+import math
 import os
 import sys
 
@@ -13,7 +14,7 @@ from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
-from gpt2_accel.tokenizer import byte_symbols, load_tokenizer
+from gpt2_accel.tokenizer import byte_symbols, byte_tokenizer, load_tokenizer
 from gpt2_accel.tools.importers import read_checkpoint, read_gguf
 
 SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -113,8 +114,15 @@ needs_5_23 = pytest.mark.skipif(
 )
 
 
-def write_gguf(path, without=""):
-    """Writes a Llama of one layer with matrices in Q8_0, and a byte-level BPE of 258 tokens."""
+BASE = 500_000.0
+
+
+def write_gguf(path, without="", tensors=(), head=False, **more):
+    """Writes a Llama of one layer with matrices in Q8_0, and a byte-level BPE of 258 tokens.
+
+    Has other `tensors`, by name, with `head` a copy of the embedding, and values, with `__` for the
+    dots of their names.
+    """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -123,7 +131,10 @@ def write_gguf(path, without=""):
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(BASE)
+    for name, value in more.items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name.replace("__", "."), value, kind)
     writer.add_vocab_size(258)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*byte_symbols(), "\u0120t", "<|endoftext|>"])
@@ -145,7 +156,10 @@ def write_gguf(path, without=""):
             writer.add_tensor(name, values)
             continue
         kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        for each in [name, "output.weight"] if head and "token" in name else [name]:
+            writer.add_tensor(each, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, values in dict(tensors).items():
+        writer.add_tensor(name, np.array(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -153,20 +167,59 @@ def write_gguf(path, without=""):
     return path
 
 
+def scaled(kind, plain):
+    """Returns rotary frequencies and the factor of their cosines, by the papers' formulas.
+
+    Position interpolation by 4 (Chen et al., 2023), YaRN from 16 to 64 positions with its ramp over
+    channels (Peng et al., 2023, and its code), or Llama 3.1's scaling by 8.
+    """
+    if kind == "linear":
+        return plain / 4, 1.0
+    if kind == "yarn":
+        low, high = (4 * math.log(8 / (turns * math.pi)) / math.log(BASE) for turns in (32, 1))
+        low, high = max(math.floor(low), 0), math.ceil(high)
+        ramp = ((torch.arange(4) - low) / (high - low)).clamp(0, 1)
+        return plain * (1 - ramp + ramp / 4), 0.1 * math.log(4) + 1
+    turns = 8192 * plain / (2 * math.pi)  # in the original context
+    smooth = ((turns - 1) / 3).clamp(0, 1)
+    return plain * ((1 - smooth) / 8 + smooth), 1.0
+
+
+PLAIN = BASE ** (-torch.arange(4) / 4)
+FACTORS = {"rope_freqs.weight": (PLAIN / scaled("llama3", PLAIN)[0]).numpy()}
+KIND = "llama__rope__scaling__type"
+BY_4 = {"llama__rope__scaling__factor": 4.0}
+YARN = {KIND: "yarn", **BY_4, "llama__rope__scaling__original_context_length": 16}
+IMPORTED = [
+    ("", {}),
+    ("", {KIND: "none", **BY_4}),
+    ("", {"head": True}),
+    ("linear", BY_4),
+    ("yarn", YARN),
+    ("llama3", {"tensors": FACTORS}),
+]
+
+
 @needs_5_23
-def test_a_gguf_file_is_imported(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf")
-    run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
+@pytest.mark.parametrize(("kind", "values"), IMPORTED)
+def test_a_gguf_file_is_imported(kind, values, tmp_path):
+    plain = write_gguf(tmp_path / "plain.gguf")
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.float32
+        tmp_path, gguf_file=plain.name, dtype=torch.float32
     ).eval()
+    if kind:
+        rotary = theirs.model.rotary_emb
+        rotary.inv_freq, rotary.attention_scaling = scaled(kind, PLAIN)
+    file = write_gguf(tmp_path / "model.gguf", **values)
+    run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert reopened.dtype == torch.float32
+    assert reopened.config.tie_word_embeddings
     ours = from_pretrained(tmp_path / "hf").eval()
     assert ours.config.architecture == "llama"
     with torch.no_grad():
         expected = theirs(INPUT_IDS).logits
-        assert torch.equal(reopened(INPUT_IDS).logits, expected)
+        torch.testing.assert_close(reopened(INPUT_IDS).logits, expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(ours(INPUT_IDS), expected, atol=1e-4, rtol=0)
     tokenizer = load_tokenizer(tmp_path / "hf")
     assert tokenizer.chat_template == TEMPLATE
@@ -176,12 +229,48 @@ def test_a_gguf_file_is_imported(tmp_path):
 
 
 @needs_5_23
-@pytest.mark.parametrize("change", ["lacks", "truncated", "not a GGUF"])
-def test_a_damaged_gguf_file_is_refused(change, tmp_path):
-    file = write_gguf(tmp_path / "a.gguf", "blk.0.attn_v.weight" if change == "lacks" else "")
-    if change == "truncated":
-        os.truncate(file, file.stat().st_size - 2000)
-    elif change != "lacks":
-        file.write_bytes(b"weights")
-    with refused("a.gguf lacks" if change == "lacks" else "cannot read .*a.gguf"):
-        read_gguf(file)
+def test_a_gguf_file_splits_words_as_its_model_did(tmp_path):
+    def read(splits):
+        file = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__pre=splits)
+        return read_gguf(file)[1]
+
+    digits = read("smollm").backend_tokenizer
+    words = digits.pre_tokenizer.pre_tokenize_str("12 t")
+    assert [word for word, _ in words] == ["1", "2", "\u0120t"]
+    with refused("'other': put its tokenizer.json beside it"):
+        read("other")
+    digits.save(str(tmp_path / "tokenizer.json"))
+    beside = read("other")
+    assert beside.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12 t") == words
+    assert (beside.eos_token, beside.chat_template) == ("<|endoftext|>", TEMPLATE)
+    byte_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with refused("has other tokens"):
+        read("other")
+
+
+REFUSED = {
+    "its type is adapter": {"general__type": "adapter"},
+    "one part of a model": {"split__count": 2},
+    "supported: longrope": {KIND: "longrope"},
+    "rotary positions": {"tensors": {"rope_freqs.weight": [1.0, 1.0, 2.0, 3.0]}},
+    "does not have its blk.0.attn_q.bias": {"tensors": {"blk.0.attn_q.bias": [0.0] * 32}},
+    "a.gguf: it lacks": {"without": "blk.0.attn_v.weight"},
+    "rename it": {"name": "a.GGUF"},
+}
+
+
+@needs_5_23
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_gguf_file_of_something_else_is_refused(words, tmp_path):
+    values = {"name": "a.gguf"} | REFUSED[words]
+    with refused(f"cannot read .*{words}"):
+        read_gguf(write_gguf(tmp_path / values.pop("name"), **values))
+
+
+@needs_5_23
+def test_a_damaged_gguf_file_is_refused(tmp_path):
+    file = write_gguf(tmp_path / "a.gguf")
+    for size in (2000, 3):
+        os.truncate(file, size)
+        with refused("cannot read .*a.gguf"):
+            read_gguf(file)
