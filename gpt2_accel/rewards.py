@@ -378,7 +378,9 @@ class Solved:
     With several `samples` of each task, at temperature 1, also `solved/pass@k` for k = 1, 2, 4, …:
     the chance that one of k answers or more is solved, with a reward of 1 or more (the unbiased
     estimate of Chen et al., 2021, arXiv:2107.03374). It has no interval: where nearly each task is
-    solved once, 20 tasks do not show how often one is not, and Student's t covers 40 to 70%.
+    solved once, 20 tasks do not show how often one is not, and Student's t holds the true value in
+    40 to 70% of cases. For the mean reward of several samples it is 83 to 88% below 0.1 and above
+    0.9 with 20 tasks.
     """
 
     def __init__(

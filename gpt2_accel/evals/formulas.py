@@ -75,7 +75,9 @@ def number(values: Mapping[str, Any], name: str) -> str:
     and 1 do not have. Its interval is Wilson's (1927), also if all samples are right, or all wrong.
     Files of release 0.6 have no number of samples: the error gives that of a share.
 
-    The interval of another mean is Student's t.
+    The interval of another mean is Student's t. With 20 samples it holds the true mean in 95% of
+    cases if they are normal, 92% if exponential, 86% if lognormal with sigma 1; with 200 samples in
+    95, 95 and 93%.
     """
     value, error, n = (values.get(name + end) for end in ("", "_stderr", "_stderr_n"))
     if value is None:
