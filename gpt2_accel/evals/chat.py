@@ -108,8 +108,8 @@ def answers(
         batch = [questions[i] for i in batches[number]]
         room = plain.config.n_positions - len(batch[-1].ids)
         own = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        seeds = hash64(sampling.seed, batches[number]).tolist()
         prompts = [question.prompt for question in batch]
+        seeds = hash64(sampling.seed, batches[number]).tolist()
         given = complete(plain, tokenizer, prompts, own, between, seeds)
         if not given:
             return []

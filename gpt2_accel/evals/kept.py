@@ -106,8 +106,8 @@ def answers(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[str]:
     """Returns the greedy continuation of each prompt, `NEW_TOKENS` tokens at most."""
-    found = complete(model, tokenizer, prompts, Sampling(NEW_TOKENS, temperature=0))
-    return [each.text.strip() for each in found]
+    sampling = Sampling(NEW_TOKENS, temperature=0)
+    return [each.text.strip() for each in complete(model, tokenizer, prompts, sampling)]
 
 
 def compare(

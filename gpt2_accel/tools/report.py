@@ -145,8 +145,14 @@ def comparable(runs: list[RunFolder]) -> list[str]:
     except per-token metrics if the tokenizers differ."""
     left_out = () if same_tokenizer(runs) else PER_TOKEN
     found = dict.fromkeys(chain.from_iterable(run.newest() for run in runs))
-    names = [name for name in found if "/" in name and not name.startswith("train/")]
-    return [name for name in names if "_stderr" not in name and not name.endswith(left_out)]
+    return [
+        name
+        for name in found
+        if "/" in name
+        and "_stderr" not in name
+        and not name.startswith("train/")
+        and not name.endswith(left_out)
+    ]
 
 
 def draw(runs: list[RunFolder], metrics: Iterable[str], prefix: str = "") -> dict[str, Any]:

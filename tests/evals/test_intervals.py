@@ -53,13 +53,13 @@ def held(truth, results):
     return low <= truth <= high
 
 
-@pytest.mark.parametrize("n", [20, 200])
 @pytest.mark.parametrize(("draw", "cases"), KINDS)
-def test_an_interval_holds_the_true_value(draw, cases, n):
+def test_an_interval_holds_the_true_value(draw, cases):
     random = np.random.default_rng(1)
-    shares = [np.mean([held(*draw(random, n, case)) for _ in range(500)]) for case in cases]
-    assert 0.93 < np.mean(shares) < 0.975
-    assert min(shares) > 0.9
+    for n in (20, 200):
+        shares = [np.mean([held(*draw(random, n, case)) for _ in range(500)]) for case in cases]
+        assert 0.93 < np.mean(shares) < 0.975
+        assert min(shares) > 0.9
 
 
 WRITTEN = [
