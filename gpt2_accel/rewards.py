@@ -32,7 +32,7 @@ from gpt2_accel.data.conversations import plural
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import hash64
 from gpt2_accel.evals.chat import Question, answers, read_question
-from gpt2_accel.evals.formulas import mean_loss
+from gpt2_accel.evals.formulas import mean
 from gpt2_accel.evals.items import Item
 from gpt2_accel.generation.sampling import Sampling, tokens
 from gpt2_accel.hf.convert import load_name
@@ -263,10 +263,9 @@ class PolicyGradient:
         self.remark(run, rewards)
         self.log(run, groups[0])
         left = rewards.mean(axis=1).compressed().tolist() or [math.nan]
-        means = mean_loss(left, [1] * len(left))
         return figures | {
-            "reward": means["loss"],
-            "reward_stderr": means.get("loss_stderr", math.nan),
+            "reward_stderr": math.nan,
+            **mean(left, name="reward"),
             "solved_all": float((rewards >= 1).all(axis=1).mean()),
             "solved_none": float((rewards <= 0).all(axis=1).mean()),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
@@ -380,13 +379,16 @@ def padded(rows: Sequence[Row], positions: int) -> tuple[torch.Tensor, ...]:
 
 class Solved:
     """The `Evaluation` on tasks that are held out: `solved/reward`, the mean reward of greedy
-    answers, and its standard error.
+    answers, and its standard error over tasks.
 
     Answers without a reward (None) are left out.
 
     With several `samples` of each task, at temperature 1, also `solved/pass@k` for k = 1, 2, 4, …:
     the chance that one of k answers or more is solved, with a reward of 1 or more (the unbiased
-    estimate of Chen et al., 2021, arXiv:2107.03374).
+    estimate of Chen et al., 2021, arXiv:2107.03374). It has no interval: where nearly each task is
+    solved once, 20 tasks do not show how often one is not, and Student's t holds the true value in
+    40 to 70% of cases. For the mean reward of several samples it is 83 to 88% below 0.1 and above
+    0.9 with 20 tasks.
     """
 
     def __init__(
@@ -420,8 +422,7 @@ class Solved:
         left = rewards.mean(axis=1).compressed().tolist()
         if not left:
             raise ValueError("the reward is None for all answers: return a number for most of them")
-        means = mean_loss(left, [1] * len(left))
-        results = {f"solved/{name.replace('loss', 'reward')}": x for name, x in means.items()}
+        results = mean(left, name="solved/reward")
         n = self.sampling.num_samples
         for k in (2**i for i in range(n.bit_length()) if n > 1):
             enough = rewards[rewards.count(axis=1) >= k]

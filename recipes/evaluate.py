@@ -228,10 +228,11 @@ def output_file(config: Evaluate, name: str) -> Path | None:
 def table(entries: dict[str, dict]) -> str:
     """Returns a Markdown table of the results of each model: a row per metric for one model, a row
     per model for several."""
-    from gpt2_accel.evals.results import markdown, result_rows
+    from gpt2_accel.evals.formulas import formatted
+    from gpt2_accel.evals.results import markdown, rows_of
 
     cells = {"parameters": [f"{entry['parameters']:,}" for entry in entries.values()]}
-    cells |= result_rows([entry["results"] for entry in entries.values()])
+    cells |= rows_of([formatted(entry["results"]) for entry in entries.values()])
     if len(entries) == 1:
         return markdown(("metric", *entries), cells)
     rows = zip(*cells.values(), strict=True)
@@ -243,6 +244,7 @@ def main() -> None:
     files = local_files(config)
     from gpt2_accel.checkpoint.find import verified_directory
     from gpt2_accel.evals.core import open_bundle
+    from gpt2_accel.evals.formulas import INTERVALS
     from gpt2_accel.evals.items import hub_items, read_items
     from gpt2_accel.evals.results import add_entry, read_record
     from gpt2_accel.runtime.accelerator import build_accelerator
@@ -281,7 +283,7 @@ def main() -> None:
             add_entry(records[output], name, entry | {"results": finite})
             write_json(output, records[output])
             print(f"The results are in {output}.")
-    accelerator.print("", table(entries), sep="\n")
+    accelerator.print("", table(entries), "", f"{INTERVALS}.", sep="\n")
     accelerator.end_training()
 
 

@@ -435,7 +435,7 @@ def test_a_checkpoint_has_the_state_of_its_own_step(tiny, tmp_path, monkeypatch)
     lines = go(tiny("run", **settings), callbacks=[Growing()], optimizer=counted)
     checkpoint = tmp_path / "run/checkpoint-6"
     assert find_corruption(checkpoint) is None
-    assert f"| val/loss | {lines[5]['val/loss']:.4f} |" in (checkpoint / "README.md").read_text()
+    assert f"| val/loss | {lines[5]['val/loss']:.4f} ± " in (checkpoint / "README.md").read_text()
     state = read_json(checkpoint / "training_state/state.json")
     assert state["callbacks"]["Growing"]["steps"] == [1, 2, 3, 4, 5, 6]
     values = state["optimizer_values"]

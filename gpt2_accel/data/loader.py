@@ -117,7 +117,7 @@ def walk_below(
     return x
 
 
-def hash64(*values: int | np.ndarray) -> np.ndarray:
+def hash64(*values: int | Sequence[int] | np.ndarray) -> np.ndarray:
     """Hashes integers or integer arrays, which broadcast, to uniform uint64 values.
 
     Uses the mixing step of splitmix64 (Steele, Lea and Flood, 2014).

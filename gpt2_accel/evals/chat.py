@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
+from gpt2_accel.data.loader import hash64
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.metrics import combine
@@ -85,14 +86,15 @@ def answers(
 ) -> list[tuple[Question, list[Completion]]]:
     """Returns the questions, each with its `sampling.num_samples` answers, on all ranks.
 
-    All ranks call it; each generates some of the batches of `BATCH_SIZE` answers to questions of
-    similar length. The result is empty if `interrupted`, which several ranks call before each round
-    of batches, and one after each token.
+    The seed of an answer is a function of `sampling.seed`, the number of the question and that of
+    the answer. All ranks call it; each generates some of the batches of `BATCH_SIZE` answers to
+    questions of similar length. The result is empty if `interrupted`, which several ranks call
+    before each round of batches, and one after each token.
     """
     plain: LanguageModel = unwrap(accelerator, model)
-    questions = sorted(questions, key=lambda question: len(question.ids))
+    order = sorted(range(len(questions)), key=lambda i: len(questions[i].ids))
     size = max(1, BATCH_SIZE // sampling.num_samples)
-    batches = [questions[start : start + size] for start in range(0, len(questions), size)]
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     ranks = accelerator.num_processes
     rounds = range(0, len(batches), ranks)
     between = interrupted if ranks == 1 else lambda: False
@@ -103,15 +105,17 @@ def answers(
         number = first + accelerator.process_index
         if number >= len(batches):  # the last batches are those of other ranks
             break
-        batch = batches[number]
+        batch = [questions[i] for i in batches[number]]
         room = plain.config.n_positions - len(batch[-1].ids)
         own = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        given = complete(plain, tokenizer, [question.prompt for question in batch], own, between)
+        prompts = [question.prompt for question in batch]
+        seeds = hash64(sampling.seed, batches[number]).tolist()
+        given = complete(plain, tokenizer, prompts, own, between, seeds)
         if not given:
             return []
-        for i, question in enumerate(batch):
-            start = i * sampling.num_samples
-            found.append((question, given[start : start + sampling.num_samples]))
+        for question in batch:
+            found.append((question, given[: sampling.num_samples]))
+            given = given[sampling.num_samples :]
     return gather_object(found)
 
 

@@ -22,7 +22,7 @@ import math
 import random
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,13 +208,7 @@ class Core:
             gold = [item["gold"] for item in task.items]
             parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
         results = combine("core", "choice_accuracy", parts)
-        core = variance = 0.0
-        for task in self.tasks:
-            name = f"core/{task.name}"
-            scale = len(self.tasks) * (1 - task.guessing)
-            core += (results[name] - task.guessing) / scale
-            variance += (results.get(f"{name}_stderr", 0) / scale) ** 2
-        return {"core/core": core, "core/core_stderr": math.sqrt(variance)} | results | counts
+        return core_of(self.tasks, results) | results | counts
 
     def question(self, task: Task, number: int, counts: Counter) -> Question:
         """Returns the question of item `number`: a row for each prompt.
@@ -250,6 +244,21 @@ class Core:
             counts["core/cut_prompts"] += int(cut > 0)
             rows.append(Row(own[cut:], max(1, context - cut)))
         return rows
+
+
+def core_of(tasks: Sequence[Task], results: Mapping[str, float]) -> dict[str, float]:
+    """Returns `core/core` and its standard error from the results of the tasks.
+
+    Its interval holds the true value in 95% of cases; with 20 items of each task in 88% if the
+    accuracy of each is 0.01 or 0.99.
+    """
+    core = variance = 0.0
+    for task in tasks:
+        name = f"core/{task.name}"
+        scale = len(tasks) * (1 - task.guessing)
+        core += (results[name] - task.guessing) / scale
+        variance += (results.get(f"{name}_stderr", 0) / scale) ** 2
+    return {"core/core": core, "core/core_stderr": math.sqrt(variance)}
 
 
 def common_prefix(sequences: Sequence[list[int]]) -> int:

@@ -4,38 +4,57 @@ library.
 A sample is a window of tokens, a document, or a question with its choices. Standard errors are over
 samples, assumed to be independent; a single sample has no standard error. Sums are exact, so
 results do not depend on the order.
+
+A mean has the entries `NAME`, `NAME_stderr`, its standard error, and `NAME_stderr_n`, the number of
+samples. Files have all three; `formatted` makes an interval of them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+INTERVALS = "± and ranges are 95% intervals"
+# The 0.975 quantile of Student's t with d degrees of freedom is this polynomial of 1/d (Abramowitz
+# and Stegun, Handbook of Mathematical Functions, 1964, 26.7.5): to within 1% from 2 degrees on, 12%
+# too small for one.
+T = (1.58954, 2.55585, 2.82250, 2.37227, 1.95996)
 
 
-def mean_loss(nats: Sequence[float], tokens: Sequence[int]) -> dict[str, float]:
-    """Returns `loss`, the mean negative log-likelihood per token in nats, and its standard error
-    `loss_stderr`.
+def mean(sums: Sequence[float], counts: Sequence[int] = (), name: str = "loss") -> dict[str, float]:
+    """Returns a mean, such as the loss per token, as `name`; with two samples or more its standard
+    error, as `name` + "_stderr", and their number, as `name` + "_stderr_n".
 
-    nats: (n,), the sum of each sample; tokens: (n,), the number of tokens of each sample. Every
-    token has the same weight. The standard error uses the formula for a ratio of two sums (Cochran,
-    Sampling Techniques, 1977, section 2.11). Raises `ValueError` if there are no tokens.
+    sums: (n,), the sum of each sample; counts: (n,), the number of terms of each, such as tokens,
+    which all have the same weight. The standard error uses the formula for a ratio of two sums
+    (Cochran, Sampling Techniques, 1977, section 2.11). If all samples are equal, it is 0, and the
+    number is left out: they do not show how far others spread. Without counts a sample is a value,
+    such as whether an answer is right, or a reward, and the number is there. Raises `ValueError` if
+    there are no terms.
     """
-    total = sum(tokens)
-    n = len(nats)
+    n = len(sums)
+    terms = counts or [1] * n
+    total = sum(terms)
     if not total:
         raise ValueError("the mean loss of no tokens is undefined: give at least one token")
-    loss = math.fsum(nats) / total
-    if n < 2:
-        return {"loss": loss}
-    squares = math.fsum((x - loss * t) ** 2 for x, t in zip(nats, tokens, strict=True))
-    return {"loss": loss, "loss_stderr": math.sqrt(squares * n / (n - 1)) / total}
+    value = math.fsum(sums) / total
+    results = {name: value}
+    if n > 1:
+        squares = math.fsum((x - value * t) ** 2 for x, t in zip(sums, terms, strict=True))
+        results[f"{name}_stderr"] = math.sqrt(squares * n / (n - 1)) / total
+        if squares or not counts:
+            results[f"{name}_stderr_n"] = n
+    return results
 
 
 def token_loss(
     nats: Sequence[float], tokens: Sequence[int], text_bytes: float | None = None
 ) -> dict[str, float]:
-    """Returns `mean_loss`; `perplexity`, the exponential of the loss, infinite if it overflows; and
+    """Returns `mean`; `perplexity`, the exponential of the loss, infinite if it overflows; and
     `bits_per_byte`, the code length of the text, if `text_bytes` has the UTF-8 bytes of all
     samples' text."""
-    results = mean_loss(nats, tokens)
+    results = mean(nats, tokens)
     loss = results["loss"]
     results["perplexity"] = math.exp(loss) if loss < 709 else math.inf
     if text_bytes:
@@ -43,12 +62,34 @@ def token_loss(
     return results
 
 
-def accuracy(right: Sequence[bool], name: str) -> dict[str, float]:
-    """Returns the share of right samples, as `name`, and its standard error, as `name` +
-    "_stderr". There is at least one sample."""
-    n = len(right)
-    mean = sum(right) / n
-    results = {name: mean}
-    if n > 1:
-        results[f"{name}_stderr"] = math.sqrt(mean * (1 - mean) / (n - 1))
-    return results
+def formatted(results: Mapping[str, Any]) -> dict[str, str]:
+    """Returns each result as text, by `number`, without entries for its standard error."""
+    return {name: number(results, name) for name in results if "_stderr" not in name}
+
+
+def number(values: Mapping[str, Any], name: str) -> str:
+    """Formats a result with its 95% interval, if its standard error is known: 3.4742 ± 0.0669, or
+    12,345; a share as 0.9270 (0.9114 to 0.9400). Empty for a result that is not in `values`.
+
+    A share, a mean of zeros and ones, is known by its standard error, which other values between 0
+    and 1 do not have. Its interval is Wilson's (1927), also if all samples are right, or all wrong.
+    Files of release 0.6 have no number of samples: the error gives that of a share.
+
+    The interval of another mean is Student's t. With 20 samples it holds the true mean in 95% of
+    cases if they are normal, 92% if exponential, 86% if lognormal with sigma 1; with 200 samples in
+    95, 95 and 93%.
+    """
+    value, error, n = (values.get(name + end) for end in ("", "_stderr", "_stderr_n"))
+    if value is None:
+        return ""
+    known = [value]
+    if error is not None and (error or n):
+        variance = value * (1 - value)
+        size = n or (variance / error**2 + 1.5) // 1
+        if (n or variance > 0) and math.isclose(error**2 * (size - 1), variance):
+            w = T[-1] ** 2 / size
+            half = math.sqrt(w * (variance + w / 4))
+            low, high = ((value + w / 2 + side) / (1 + w) for side in (-half, half))
+            return f"{value:.4f} ({abs(low):.4f} to {high:.4f})"
+        known.append(error * np.polyval(T, 1 / (n - 1) if n else 0))
+    return " ± ".join(f"{x:.4f}" if x < 1000 else f"{x:,.0f}" for x in known)

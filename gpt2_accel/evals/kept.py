@@ -12,18 +12,17 @@ from typing import Any
 import torch
 
 from gpt2_accel.checkpoint.find import model_directory
-from gpt2_accel.evals.formulas import mean_loss
+from gpt2_accel.evals.formulas import mean
 from gpt2_accel.generation.sampling import (
     Prompt,
     Sampling,
     complete,
     encode_prompt,
-    tokens,
     user_turn,
 )
 from gpt2_accel.hf.convert import local_directory
 from gpt2_accel.models import LanguageModel, evaluating
-from gpt2_accel.tokenizer import PreTrainedTokenizerBase, load_tokenizer, text_ends
+from gpt2_accel.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 
 # Several languages and kinds of text. A chat model gets each as a message of the user.
 PROMPTS = (
@@ -73,25 +72,17 @@ def sample_base(
     is_there = (directory / "tokenizer.json").exists()
     chat = is_there and load_tokenizer(directory).chat_template is not None
     prompts: list[Prompt] = []
-    texts: list[list[list[int]]] = []
     for text in PROMPTS:
         prompt: Prompt = user_turn(text) if chat else text
         with suppress(ValueError):  # a character that is not in the vocabulary
-            ids = encode_prompt(tokenizer, prompt)
-            if len(ids) + NEW_TOKENS <= model.config.n_positions:
+            if len(encode_prompt(tokenizer, prompt)) + NEW_TOKENS <= model.config.n_positions:
                 prompts.append(prompt)
-                texts.append([ids, []])
-    if not texts:
-        return {}
     sampling = Sampling(NEW_TOKENS, temperature=1.0, top_k=0)
-    ends = text_ends(tokenizer)
     # Seeds of their own: the errors of the texts are independent.
-    for ids in tokens(model, [prompt for prompt, _ in texts], sampling, range(len(texts))):
-        if interrupted():
-            return {}
-        for (_, sampled), token in zip(texts, ids, strict=True):
-            if not (sampled and sampled[-1] in ends):
-                sampled.append(token)
+    found = complete(model, tokenizer, prompts, sampling, interrupted, range(len(prompts)))
+    if not found:
+        return {}
+    texts = [[encode_prompt(tokenizer, each.prompt), each.ids] for each in found]
     prompts = [*shown, *prompts][:SHOWN]
     return {
         "texts": texts,
@@ -117,8 +108,8 @@ def answers(
     model: LanguageModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 ) -> list[str]:
     """Returns the greedy continuation of each prompt, `NEW_TOKENS` tokens at most."""
-    found = complete(model, tokenizer, prompts, Sampling(NEW_TOKENS, temperature=0))
-    return [each.text.strip() for each in found]
+    sampling = Sampling(NEW_TOKENS, temperature=0)
+    return [each.text.strip() for each in complete(model, tokenizer, prompts, sampling)]
 
 
 def compare(
@@ -130,9 +121,8 @@ def compare(
     """
     nats = zip(sample_nats(model, base["texts"]), base["nats"], strict=True)
     counts = [len(sampled) for _, sampled in base["texts"]]
-    results = mean_loss([new - old for new, old in nats], counts)
-    named = {f"val/{name.replace('loss', 'kept')}": value for name, value in results.items()}
-    return named, answers(model, tokenizer, base["prompts"])
+    results = mean([new - old for new, old in nats], counts, "val/kept")
+    return results, answers(model, tokenizer, base["prompts"])
 
 
 def verdict(

@@ -1,42 +1,25 @@
 """Results of evaluations: tables, and the file `evaluation.json`."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-
-from gpt2_accel.runtime.files import number
 
 
 def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
     """Returns a Markdown table whose columns are aligned in plain text. The first of `heads` is
     the head of the row titles; `rows` maps these to cells."""
-    lines = [list(heads)]
-    for title, cells in rows.items():
-        line = [title]
-        line += cells
-        lines.append(line)
+    lines = [list(heads)] + [[title, *cells] for title, cells in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-def result_rows(results: Collection[Mapping[str, float | None]]) -> dict[str, list[str]]:
-    """Returns the rows of a table: a row for each metric, a cell for each model's results."""
-    columns = []
-    for found in results:
-        names = [name for name in found if not name.endswith("_stderr")]
-        columns.append({name: number(found, name) for name in names})
-    return rows_of(columns)
-
-
 def rows_of(columns: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
     """Returns the rows of a table from its columns, which map row titles to cells; a title that a
     column lacks gets an empty cell."""
-    rows = {}
-    for title in chain.from_iterable(columns):
-        rows[title] = [str(column.get(title, "")) for column in columns]
-    return rows
+    titles = chain.from_iterable(columns)
+    return {title: [str(column.get(title, "")) for column in columns] for title in titles}
 
 
 def read_record(path: Path) -> dict[str, dict]:

@@ -16,7 +16,7 @@ from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.prefetch import prefetch
 from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.data.source import Data
-from gpt2_accel.evals.formulas import mean_loss, token_loss
+from gpt2_accel.evals.formulas import mean, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.models import ModelConfig, evaluating
 from gpt2_accel.runtime.progress import progress
@@ -105,7 +105,7 @@ def validation_loss(
     if measure is token_losses:
         results = token_loss(sums, counted, sum(counted) * (loader.bytes_per_token or 0))
     else:
-        results = mean_loss(sums, counted)
+        results = mean(sums, counted)
         for name, values in figures.items():
             results[name] = math.fsum(values.tolist()) / sum(counted)
     return {f"{prefix}/{name}": value for name, value in results.items()}

@@ -78,15 +78,16 @@ def complete(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     interrupted: Callable[[], object] = lambda: False,
+    seeds: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Returns `sampling.num_samples` continuations of each prompt, in order.
 
     An empty prompt starts a new text. `interrupted` is called after each token; if it is true, the
-    result is empty. Raises `ValueError` for a prompt that cannot be encoded, and for logits that
-    are not finite.
+    result is empty. `seeds` as in `tokens`. Raises `ValueError` for a prompt that cannot be
+    encoded, and for logits that are not finite.
     """
     written: list[Completion] = []
-    for completions in stream(model, tokenizer, prompts, sampling) if prompts else ():
+    for completions in stream(model, tokenizer, prompts, sampling, seeds) if prompts else ():
         if interrupted():
             return []
         written = completions
@@ -98,6 +99,7 @@ def stream(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[list[Completion]]:
     """Yields the completions after each token, as a list of the same objects, one token longer.
 
@@ -106,7 +108,7 @@ def stream(
     """
     completions = [Completion(prompt) for prompt in prompts for _ in range(sampling.num_samples)]
     prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-    for ids in tokens(model, prompt_ids, sampling):
+    for ids in tokens(model, prompt_ids, sampling, seeds):
         for completion, token in zip(completions, ids, strict=True):
             if completion.ended is None:
                 completion.ids.append(token)
@@ -183,10 +185,11 @@ def tokens(
 ) -> Iterator[list[int]]:
     """Yields the next token of each sample, `sampling.max_new_tokens` times.
 
-    A prompt has at least one token. `seeds` has one for each prompt, by default `sampling.seed`.
-    `nats` gets -log p of each step's tokens, (samples,) fp32, by the model's own distribution.
-    Ignores `sampling.stop`, which `stream` compares with the text. Raises `ValueError` for logits
-    that are not finite.
+    A prompt has at least one token. Sample i of a prompt has the seed of the prompt + i. `seeds`
+    has one for each prompt; by default all have `sampling.seed`, and the errors of a figure over
+    several prompts are not independent. `nats` gets -log p of each step's tokens, (samples,) fp32,
+    by the model's own distribution. Ignores `sampling.stop`, which `stream` compares with the text.
+    Raises `ValueError` for logits that are not finite.
     """
     n_positions = model.config.n_positions
     rows = []

@@ -66,10 +66,12 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {% if training.results %}
 ## Results
 
+± and ranges are 95% intervals.
+
 | metric | value |
 |---|---|
 {% for metric, value in training.results.items() -%}
-| {{ metric }} | {{ "%.4f" | format(value) }} |
+| {{ metric }} | {{ value }} |
 {% endfor %}
 {%- endif %}{% if training.remarks %}
 ## Remarks
@@ -89,8 +91,8 @@ class Training:
     """The training section of a model card.
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
-    total `flops`; `hardware` and precision in words; `results`, metric -> value, such as
-    `val/loss`; `remarks`, text.
+    total `flops`; `hardware` and precision in words; `results`, metric -> value with its interval,
+    such as `val/loss`; `remarks`, text.
     """
 
     settings: Mapping[str, object]
@@ -99,7 +101,7 @@ class Training:
     hours: float
     flops: float
     hardware: str
-    results: Mapping[str, float]
+    results: Mapping[str, str]
     remarks: str = ""
 
 

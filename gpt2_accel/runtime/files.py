@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -283,15 +283,6 @@ def readable_size(size: float) -> str:
 def duration(seconds: float) -> str:
     """Formats a duration: 0:02:18, or 4 days, 7:00:00."""
     return str(timedelta(seconds=round(seconds)))
-
-
-def number(values: Mapping[str, float | None], name: str) -> str:
-    """Formats a metric with its standard error, if there is one: 3.4742 ± 0.0341, or 12,345.
-
-    Returns an empty string for a metric that is not in `values`.
-    """
-    known = [v for v in (values.get(name), values.get(f"{name}_stderr")) if v is not None]
-    return " ± ".join(f"{value:.4f}" if value < 1000 else f"{value:,.0f}" for value in known)
 
 
 # JSON

@@ -66,5 +66,5 @@ class AnomalyGuard:
             mean = statistics.fmean(recent)
             deviation = statistics.pstdev(recent)
             if value > mean + self.spike_z * deviation:
-                return f"the {name} is {value:.4g}, after a mean of {mean:.4g} ± {deviation:.2g}"
+                return f"the {name} is {value:.4g}, after a mean of {mean:.4g} (sd {deviation:.2g})"
         return None

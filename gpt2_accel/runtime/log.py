@@ -15,9 +15,10 @@ import psutil
 from torch.distributed import DistError
 from tqdm import tqdm
 
+from gpt2_accel.evals.formulas import INTERVALS, formatted
 from gpt2_accel.runtime.cores import usable_cpus
 from gpt2_accel.runtime.device import memory_gb
-from gpt2_accel.runtime.files import JsonLines, lock_id, number, sentence, write_json
+from gpt2_accel.runtime.files import JsonLines, lock_id, sentence, write_json
 from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.signals import StopRequest
 
@@ -163,9 +164,9 @@ class RunLog(AbstractContextManager):
         """Logs and prints the results of an evaluation."""
         results = numbers(results)
         self._line |= results
+        texts = ", ".join(f"{name} {text}" for name, text in formatted(results).items())
+        self.print_line(texts if self.results else f"{texts}; {INTERVALS}")
         self.results |= results
-        names = [name for name in results if not name.endswith("_stderr")]
-        self.print_line(", ".join(f"{name} {number(results, name)}" for name in names))
 
     def add(self, metrics: dict[str, float]) -> None:
         """Adds metrics to this update's line."""

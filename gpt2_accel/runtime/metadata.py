@@ -8,6 +8,7 @@ from gpt2_accel import kernels
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
+from gpt2_accel.evals.formulas import formatted
 from gpt2_accel.evals.validation import describe_validation
 from gpt2_accel.hf.model_card import Training, installed_versions
 from gpt2_accel.optim import learning_rate
@@ -84,7 +85,7 @@ def describe_training(run: "Run") -> Training:
         hours=log.seconds / 3600,
         flops=log.tokens * run.metadata["flops_per_token"],
         hardware=run.metadata["hardware"],
-        results=dict(log.results),  # a card is written while training goes on
+        results=formatted(dict(log.results)),  # a card is written while training goes on
         remarks=run.remarks,
     )
 

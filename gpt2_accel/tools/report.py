@@ -21,8 +21,9 @@ from gpt2_accel.charts import (
 )
 from gpt2_accel.checkpoint.find import list_checkpoints, read_status
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.evals.formulas import number
 from gpt2_accel.evals.results import read_record, rows_of
-from gpt2_accel.runtime.files import atomic_files, duration, number, read_json_lines
+from gpt2_accel.runtime.files import atomic_files, duration, read_json_lines
 from gpt2_accel.runtime.options import load_saved
 
 # Horizontal axes: label, key in `metrics.jsonl`, and factor, None for the run's FLOPs per token.
@@ -142,12 +143,16 @@ def same_tokenizer(runs: list[RunFolder]) -> bool:
 def comparable(runs: list[RunFolder]) -> list[str]:
     """Returns the names of the runs' metrics, except training metrics and standard errors, and
     except per-token metrics if the tokenizers differ."""
-    left_out = ["_stderr"]
-    if not same_tokenizer(runs):
-        left_out += PER_TOKEN
+    left_out = () if same_tokenizer(runs) else PER_TOKEN
     found = dict.fromkeys(chain.from_iterable(run.newest() for run in runs))
-    names = [name for name in found if "/" in name and not name.startswith("train/")]
-    return [name for name in names if not name.endswith(tuple(left_out))]
+    return [
+        name
+        for name in found
+        if "/" in name
+        and "_stderr" not in name
+        and not name.startswith("train/")
+        and not name.endswith(left_out)
+    ]
 
 
 def draw(runs: list[RunFolder], metrics: Iterable[str], prefix: str = "") -> dict[str, Any]:

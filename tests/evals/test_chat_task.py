@@ -8,7 +8,7 @@ from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.evals import chat
 from gpt2_accel.evals.chat import ChatAnswers
 from gpt2_accel.evals.items import Item
-from gpt2_accel.generation.sampling import Completion
+from gpt2_accel.generation.sampling import Completion, Sampling
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
 SHAPE = GPTConfig(259, n_positions=128, n_layer=1, n_head=1, n_embd=8)
@@ -26,7 +26,7 @@ def tokenizer(chat_base):
 def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, tokenizer, monkeypatch):
     texts = {"a": " yes\n", "b": "Yes", "c": "yes", "d": "yes", "e": "yes, yes"}
 
-    def answered(model, tokenizer, prompts, sampling, interrupted):
+    def answered(model, tokenizer, prompts, *_):
         completions = []
         for prompt in prompts:
             name = prompt[-1]["content"][0]
@@ -62,6 +62,19 @@ def test_exact_match_is_over_all_items_and_groups_on_all_ranks(accelerator, toke
     assert again == results
     assert len(parts) == 5
     assert polls == [0, 0, 1, 1]  # as often on both, also where the second has no batch
+
+
+def test_an_answer_depends_on_its_own_seed_only(accelerator, tokenizer, monkeypatch):
+    question = chat.read_question(Item("a", {"prompt": "Why?"}), tokenizer)
+    model = GPT(SHAPE)
+    given = []
+    for size in (64, 4):  # one batch, and two
+        monkeypatch.setattr(chat, "BATCH_SIZE", size)
+        own = (tokenizer, [question] * 3, Sampling(9, 1, 0, num_samples=2), lambda: False)
+        found = chat.answers(accelerator, model, *own)
+        given.append([tuple(answer.ids) for _, own in found for answer in own])
+    assert given[0] == given[1]
+    assert len(set(given[0])) == 6
 
 
 @pytest.mark.parametrize("stop", [1, 4])  # before the batch, and after its third token

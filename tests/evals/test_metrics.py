@@ -34,8 +34,10 @@ def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
         ("exact_match", "exact_match", texts, 2 / 3),
     ]:
         results = metrics.combine("x", file, {name: columns})
-        error = math.sqrt(expected * (1 - expected) / (len(columns["references"]) - 1))
-        assert results == {f"x/{name}": expected, f"x/{name}_stderr": error}
+        n = len(columns["references"])
+        error = math.sqrt(expected * (1 - expected) / (n - 1))
+        both = {f"x/{name}_stderr": error, f"x/{name}_stderr_n": n}
+        assert results == pytest.approx({f"x/{name}": expected} | both)
         loaded = load(file).compute(**columns)
         assert {f"x/{key}": value for key, value in loaded.items()} == results
     assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4

@@ -121,7 +121,7 @@ def scripted(monkeypatch, text, prompts=1):
     """Makes `tokens` yield `text`, byte by byte, for each prompt; "|" is the end of the text."""
     data = [256 if part == ord("|") else part for part in text.encode()]
 
-    def written(model, prompt_ids, sampling):
+    def written(model, prompt_ids, sampling, seeds):
         for byte in data[: sampling.max_new_tokens]:
             yield [byte] * len(prompt_ids)
 

@@ -92,7 +92,7 @@ def test_a_pushed_run_is_loaded_resumed_and_finetuned(tiny, user, tmp_path):
     last = metrics(tmp_path / "run")[-1]
     for part in (
         "# run\n",
-        f"| val/loss | {last['val/loss']:.4f} |",
+        f"| val/loss | {last['val/loss']:.4f} ± ",
         "34,720 parameters",
         "made up (7,333 tokens)",
         "Tokens seen: 1,024",

@@ -28,12 +28,12 @@ def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
     entry = {"step": 60, "weights": "00", "precision": "no"}
     older = {"hellaswag/acc": 0.2, "core/core": 0.125}
-    newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.01, "text/loss": None}
+    newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.05, "text/loss": None}
     for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
         write_json(place / "evaluation.json", {"model": entry | {"results": results}})
     page = report_of([RunFolder(folder), RunFolder(runs / "second")])[0]
     assert "hellaswag/acc<" in page
-    assert "0.2500 ± 0.0100" in page
+    assert "0.2500 (0.1663 to 0.3578)" in page
     assert "0.1250" in page
     (folder / "evaluation.json").write_text("[")
     with refused("evaluation.json"):

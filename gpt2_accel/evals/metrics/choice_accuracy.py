@@ -13,7 +13,7 @@ import evaluate.info
 import evaluate.module
 from datasets import Features, List, Value
 
-from gpt2_accel.evals.formulas import accuracy
+from gpt2_accel.evals.formulas import mean
 
 
 class ChoiceAccuracy(evaluate.module.Metric):
@@ -43,4 +43,4 @@ class ChoiceAccuracy(evaluate.module.Metric):
             means = [score / length for score, length in zip(row, divisors, strict=True)]
             chosen = means.index(max(means))
             right.append(chosen == label and not math.isnan(sum(means)))
-        return accuracy(right, self.config_name.replace("default", "acc"))
+        return mean(right, name=self.config_name.replace("default", "acc"))

@@ -10,7 +10,7 @@ import evaluate.info
 import evaluate.module
 from datasets import Features, Value
 
-from gpt2_accel.evals.formulas import accuracy
+from gpt2_accel.evals.formulas import mean
 
 
 class ExactMatch(evaluate.module.Metric):
@@ -24,4 +24,4 @@ class ExactMatch(evaluate.module.Metric):
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         pairs = zip(predictions, references, strict=True)
         right = [answer.strip() == expected.strip() for answer, expected in pairs]
-        return accuracy(right, self.config_name.replace("default", "exact_match"))
+        return mean(right, name=self.config_name.replace("default", "exact_match"))

@@ -151,7 +151,7 @@ def compare(study: Study, runs: Runs) -> str:
         rows = {name: outcome(own, values[:, 0]) for name, own in variants}
         rows[next(iter(rows))][:2] = ["baseline", ""]
         title = f"{study.unit}: {budget:,.0f}" if budget else "Verdict"
-        parts += [title, markdown(heads, rows)] + runs.caveats(trials)
+        parts += [f"{title} (± is a 95% interval)", markdown(heads, rows)] + runs.caveats(trials)
     return "\n\n".join(parts)
 
 

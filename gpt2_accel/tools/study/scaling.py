@@ -153,7 +153,7 @@ def predict(law: Law, sizes: list[Trial], flops: float, learning_rate: float) ->
     losses = [loss_of(run, *law.values) for run in runs]
     best = np.argmin(losses)
     N, D = runs[best]
-    half = f"± {law.half_width(N, D):.4f}" if law.form >= LEVEL else "without an interval"
+    half = f"± {law.half_width(N, D):.4f} (95%)" if law.form >= LEVEL else "without an interval"
     settings = settings_for(sizes[best], flops, learning_rate)
     command = shlex.join(arguments(settings, f"runs/best-{flops:.3g}"))
     return (
