@@ -14,9 +14,10 @@ from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData
+from gpt2_accel.first_model import load_model
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.hub import MODEL_MANIFEST
-from gpt2_accel.hf.lora import merged
+from gpt2_accel.hf.lora import merged, set_dtype
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models.any_model import AnyModel
@@ -72,6 +73,7 @@ def open_logs(run: Run) -> None:
     accelerator = run.accelerator
     run.state.run_id = on_main_process(lambda: run.state.run_id or secrets.token_hex(4))
     run.updates = run.schedule.updates
+    run.finishing = run.updates <= run.state.finish
     run.metadata = describe_run(run)
     speed = peak_flops(device_name(accelerator.device))
     if speed is not None:
@@ -166,13 +168,15 @@ def finish(run: Run) -> bool:
         )
     run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
-    finished = stops_early(run) or (run.step >= run.updates and not run.unevaluated)
+    last = run.finishing or run.step >= run.updates
+    finished = stops_early(run) or (last and not run.unevaluated)
+    reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run):
-        run.log.print_line(
-            f"early stopping: no lower validation loss in {config.patience} evaluations"
-        )
+        reason = f"early stopping: no lower validation loss in {config.patience} evaluations"
     if finished:
-        export_model(run)
+        if reason:
+            run.log.print_line(reason)
+        export_model(run, reason)
     else:
         stops = gather_object([(run.stop.reason, run.stop.requeue)])  # maybe only one rank stops
         reason, requeue = next(stop for stop in stops if stop[0])
@@ -190,8 +194,11 @@ def closing(run: Run) -> str:
     folder = run.run_dir
     text = outcome(read_json_lines(folder / "metrics.jsonl"), run.metadata.get("xz_bits_per_byte"))
     text += f"\n\nThe model is in {folder}"
-    if (folder / "best").exists():
-        text += f", that with the lowest validation loss in {folder / 'best'}"
+    best = run.writer.describe_best()
+    if best and not run.config.load_best_model_at_end:
+        best = f"the last update, {run.step:,}; {folder / 'best'} has that of {best}"
+    if best:
+        text += f", that of {best}"
     prompt = [] if run.data.chat else ["--prompt", (run.config.sample_prompts or [""])[0]]
     text += (
         ". To try it, to see how training went, and to measure it:\n"
@@ -214,9 +221,10 @@ def wait_for_checkpoint(run: Run) -> bool:
     return run.writer.written is not None
 
 
-def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder, and marks the run as finished.
+def export_model(run: Run, reason: str) -> None:
+    """Writes the final model into the run's folder, and marks the run as finished, for a `reason`.
 
+    With `load_best_model_at_end` it is the model of the best checkpoint.
     An adapter goes to `adapter/`, and the model has it merged. Raises `OSError` if the model cannot
     be written, `ValueError` if its weights are not finite.
     """
@@ -226,6 +234,14 @@ def export_model(run: Run) -> None:
         return
     check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)
+    best = run.writer.best
+    if config.load_best_model_at_end and best:
+        given = None if isinstance(plain, AnyModel) else plain
+        plain = load_model(config, run.data, best, given, merge=False)
+        set_dtype(plain, config)
+        training.weights = run.writer.describe_best()
+        training.results = {}  # of the last model, as the remarks
+        training.remarks = ""
     try:
         run.files.compared = False
         if config.lora:
@@ -242,7 +258,7 @@ def export_model(run: Run) -> None:
         ) from error
     # Before the status: a complete run that is started again removes nothing.
     run.writer.rotate(run.step)
-    run.status.end("finished")
+    run.status.end("finished", reason)
 
 
 def is_complete(run: Run) -> bool:

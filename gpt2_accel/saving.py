@@ -63,6 +63,7 @@ def resume(run: Run, checkpoint: Path) -> None:
             val_loss=saved["val_loss"],
             best=saved["best"],
             waited=saved["waited"],
+            finish=saved.get("finish", 0),  # 0.6 has none
             changes=saved["changes"] + list(run.changes.values()),
         )
         run.guard.recent = saved["recent"]

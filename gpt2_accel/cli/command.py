@@ -32,19 +32,30 @@ CONFIGS = by_name("accelerate_configs", "*.yaml")
 RECIPES = by_name("recipes", "*.py")
 SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
 # Ctrl-C ends the launcher without a traceback, but not before the run, which gets it too and saves.
-LAUNCHER = """import signal
+# A sentence of the run is the last line, without tracebacks of the launcher before it.
+LAUNCHER = f"""import logging
+import os
+import signal
 import subprocess
 import sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 from accelerate.commands.launch import main
 interrupts = []
 signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+os.environ["{cli.REPORTS}"] = "1"
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
 try:
     main()
 except subprocess.CalledProcessError:
-    if not interrupts:
+    sys.exit(130 if interrupts else 1)
+except Exception as error:
+    try:
+        text = error.get_first_failure()[1].message["extraInfo"]["py_callstack"]
+    except Exception:
+        text = "\\n"
+    if "\\n" in text:
         raise
-    sys.exit(130)"""
+    sys.exit(text)"""
 SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
 HELP = f"""
 Other commands:

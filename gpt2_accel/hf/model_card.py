@@ -58,7 +58,8 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {%- if training %}
 ## Training
 
-- Data: {{ data }}
+{% if training.weights %}- Weights: {{ training.weights }}
+{% endif %}- Data: {{ data }}
 - Tokens seen: {{ "{:,}".format(training.tokens) }}
 - Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{
     "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
@@ -91,7 +92,7 @@ class Training:
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
     total `flops`; `hardware` and precision in words; `results`, metric -> value, such as
-    `val/loss`; `remarks`, text.
+    `val/loss`; `remarks`, text; `weights`, of which update they are, if not of the last.
     """
 
     settings: Mapping[str, object]
@@ -102,6 +103,7 @@ class Training:
     hardware: str
     results: Mapping[str, float]
     remarks: str = ""
+    weights: str = ""
 
 
 def model_card(

@@ -22,6 +22,8 @@ LONGEST_WAIT = timedelta(days=2)
 
 Result = TypeVar("Result")
 _numbers = itertools.count()
+# The store of the process group that a run has ended, for the group of the next run.
+ended: list[torch.distributed.Store] = []
 
 
 def process_state() -> PartialState:
@@ -47,6 +49,13 @@ def process_state() -> PartialState:
             f"WORLD_SIZE is {started}, but Accelerate has num_processes {state.num_processes}: "
             "without GPUs take the launch config cpu.yaml, or for several processes on a CPU put "
             "ACCELERATE_USE_CPU=true before the command"
+        )
+    if ended:
+        torch.distributed.init_process_group(
+            state.backend,
+            store=ended.pop(),
+            rank=state.process_index,
+            world_size=state.num_processes,
         )
     return state
 
