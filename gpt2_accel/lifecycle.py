@@ -172,10 +172,10 @@ def finish(run: Run) -> bool:
     finished = stops_early(run) or (last and not run.unevaluated)
     reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run):
-        reason = f"early stopping: no lower validation loss in {config.patience} evaluations"
+        reason = f"no lower validation loss in {config.patience} evaluations"
     if finished:
         if reason:
-            run.log.print_line(reason)
+            run.log.print_line(f"finished: {reason}")
         export_model(run, reason)
     else:
         stops = gather_object([(run.stop.reason, run.stop.requeue)])  # maybe only one rank stops
@@ -194,7 +194,7 @@ def closing(run: Run) -> str:
     folder = run.run_dir
     text = outcome(read_json_lines(folder / "metrics.jsonl"), run.metadata.get("xz_bits_per_byte"))
     text += f"\n\nThe model is in {folder}"
-    best = run.writer.describe_best()
+    best = run.writer.about_best
     if best and not run.config.load_best_model_at_end:
         best = f"the last update, {run.step:,}; {folder / 'best'} has that of {best}"
     if best:
@@ -235,13 +235,11 @@ def export_model(run: Run, reason: str) -> None:
     check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)
     best = run.writer.best
-    if config.load_best_model_at_end and best:
+    if config.load_best_model_at_end and best and best.name != f"checkpoint-{run.step}":
         given = None if isinstance(plain, AnyModel) else plain
         plain = load_model(config, run.data, best, given, merge=False)
         set_dtype(plain, config)
-        training.weights = run.writer.describe_best()
-        training.results = {}  # of the last model, as the remarks
-        training.remarks = ""
+        training.weights = run.writer.about_best
     try:
         run.files.compared = False
         if config.lora:
@@ -274,13 +272,12 @@ def is_complete(run: Run) -> bool:
         finished = status.get("state") == "finished" and status.get("step") == run.step
         if not (finished and any(run_dir.glob("model*.safetensors"))):
             return False
-        if (run_dir / MODEL_MANIFEST).exists():
-            for file, problem in changed_files(run_dir, MODEL_MANIFEST, model_only=True):
-                if file.endswith(".safetensors"):
-                    raise ValueError(
-                        f"{run_dir} is complete, but {problem}: delete {file}, and the same "
-                        "command writes it again"
-                    )
+        for file, problem in changed_files(run_dir, MODEL_MANIFEST):
+            if file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{run_dir} is complete, but {problem}: delete {file}, and the same command "
+                    "writes it again"
+                )
         return True
 
     if goes_on(run) or not (run.resumes_here and on_main_process(has_finished)):

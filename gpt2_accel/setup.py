@@ -166,7 +166,10 @@ def name_of(part: Any) -> str:
     that cannot be called.
     """
     if not callable(part):
-        raise ValueError(f"{part!r} is not a function: give what docs/change.md lists")
+        raise ValueError(
+            f"{part!r} is not a function, as objective, gradients and optimizer are: see "
+            "docs/change.md"
+        )
     kind = part if hasattr(part, "__qualname__") else type(part)
     module = kind.__module__
     if module == "__main__":

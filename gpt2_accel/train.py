@@ -207,8 +207,12 @@ def reduce_figures(
             f"each time, and none of {', '.join(sorted(RESERVED))}"
         )
     device = run.accelerator.device
-    finish = run.updates <= run.state.finish
-    flags = must_stop(run), finish, run.wants_save, run.writer.written is not None
+    flags = (
+        must_stop(run),
+        run.updates <= run.state.finish,
+        run.wants_save,
+        run.writer.written is not None,
+    )
     # Filled on the device: a copy from the host would be another wait.
     values = [torch.full((), float(flag), device=device) for flag in flags]
     values += [torch.as_tensor(figures[name]).to(device, torch.float32) for name in names]

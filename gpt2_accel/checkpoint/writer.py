@@ -49,8 +49,9 @@ class CheckpointWriter(AbstractContextManager):
     `latest` and `best` point to the newest and the best.
 
     `written` is the newest checkpoint, until the run has reported it, and `best` the one that
-    `keep_best` keeps. A failure of the disk is reported through `print_line`, and older checkpoints
-    stay. Any other error in the background is a bug: `bug` holds it, and `join` raises it.
+    `keep_best` keeps, `about_best` its name and loss. A failure of the disk is reported through
+    `print_line`, and older checkpoints stay. Any other error in the background is a bug: `bug`
+    holds it, and `join` raises it.
     """
 
     config: TrainConfig
@@ -58,6 +59,7 @@ class CheckpointWriter(AbstractContextManager):
     print_line: Callable[[str], None]
     written: Path | None = None
     best: Path | None = None
+    about_best: str = ""
     bug: Exception | None = None
     _error: OSError | None = None
     _thread: threading.Thread | None = None
@@ -144,15 +146,12 @@ class CheckpointWriter(AbstractContextManager):
         self.best = best_checkpoint(checkpoints) if self.config.keep_best else None
         if self.best is not None:
             point_to(self.best.with_name("best"), self.best)
+            loss = read_state(self.best)["val_loss"]
+            self.about_best = (
+                f"{self.best.name}, val/loss {loss:.4f}, the lowest of the checkpoints"
+            )
         if checkpoints:
             point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
-
-    def describe_best(self) -> str:
-        """Returns the name and the validation loss of `best` as text, empty without one."""
-        if self.best is None:
-            return ""
-        loss = read_state(self.best)["val_loss"]
-        return f"{self.best.name}, val/loss {loss:.4f}, the lowest of the checkpoints"
 
     def _up_to(self, step: int) -> list[Path]:
         return [path for path in list_checkpoints(self.config.output_dir) if step_of(path) <= step]

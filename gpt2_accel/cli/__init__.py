@@ -2,21 +2,19 @@
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 
 from gpt2_accel.runtime import signals
-from gpt2_accel.runtime.files import sentence, write_json
+from gpt2_accel.runtime.files import sentence
 
 signals.die_with_launcher()  # now: the imports of a recipe take seconds
 
 if getsignal(SIGINT) is default_int_handler:
     signal(SIGINT, SIG_DFL)  # until `run`, Ctrl-C prints no traceback of imports
 
-REPORTS = "GPT2_ACCEL_REPORTS"  # the launcher prints the sentence after its own lines
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -25,10 +23,10 @@ def run(main: Callable[[], object]) -> None:
 
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
     script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
-    torchrun only the first process of a machine prints its sentence, and none if `gpt2-accel`
-    launched it and prints it at the end; the launcher's report has the error of any process. Output
-    that cannot be written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped
-    with `signals.exit_code`.
+    torchrun only the first process of a machine prints its sentence, or with `gpt2-accel` the
+    launcher itself; the launcher's report has the error of any process. Output that cannot be
+    written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped with
+    `signals.exit_code`.
     """
     if getsignal(SIGINT) is SIG_DFL:
         signal(SIGINT, default_int_handler)
@@ -36,18 +34,19 @@ def run(main: Callable[[], object]) -> None:
         with signals.lasting_output():
             main()
     except Exception as error:
-        text = f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}"
+        recorded = "TORCHELASTIC_ERROR_FILE" in os.environ
         mistake = is_mistake(error)
-        report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if report:  # the launcher's report ends with the first
-            lines = text if mistake else traceback.format_exc()
-            more = {"py_callstack": lines, "timestamp": f"{time.time():.0f}"}
-            write_json(report, {"message": {"message": text, "extraInfo": more}})
+        if mistake:  # the report has one line
+            error.__traceback__ = error.__cause__ = None
+        if recorded:
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)  # the launcher's report ends with the first
         if not mistake:
             raise
-        if report and (REPORTS in os.environ or not signals.is_first()):
+        if recorded and ("GPT2_ACCEL_REPORTS" in os.environ or not signals.is_first()):
             sys.exit(1)
-        sys.exit(text)
+        sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
     if signals.exit_code:

@@ -33,7 +33,7 @@ RECIPES = by_name("recipes", "*.py")
 SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
 # Ctrl-C ends the launcher without a traceback, but not before the run, which gets it too and saves.
 # A sentence of the run is the last line, without tracebacks of the launcher before it.
-LAUNCHER = f"""import logging
+LAUNCHER = """import logging
 import os
 import signal
 import subprocess
@@ -42,7 +42,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 from accelerate.commands.launch import main
 interrupts = []
 signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-os.environ["{cli.REPORTS}"] = "1"
+os.environ["GPT2_ACCEL_REPORTS"] = "1"
 logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
 try:
     main()
@@ -52,10 +52,11 @@ except Exception as error:
     try:
         text = error.get_first_failure()[1].message["extraInfo"]["py_callstack"]
     except Exception:
-        text = "\\n"
-    if "\\n" in text:
+        text = "Traceback"
+    if "Traceback" in text:
         raise
-    sys.exit(text)"""
+    text = " ".join(text.partition(": ")[2].split())
+    sys.exit(f"{os.path.basename(error.name)}: {text}")"""
 SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
 HELP = f"""
 Other commands:

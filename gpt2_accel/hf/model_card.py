@@ -64,7 +64,7 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 - Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{
     "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
 - Versions: {{ versions }}
-{% if training.results %}
+{% if training.results and not training.weights %}
 ## Results
 
 | metric | value |
@@ -72,7 +72,7 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {% for metric, value in training.results.items() -%}
 | {{ metric }} | {{ "%.4f" | format(value) }} |
 {% endfor %}
-{%- endif %}{% if training.remarks %}
+{%- endif %}{% if training.remarks and not training.weights %}
 ## Base model
 
 ```
@@ -92,7 +92,8 @@ class Training:
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
     total `flops`; `hardware` and precision in words; `results`, metric -> value, such as
-    `val/loss`; `remarks`, text; `weights`, of which update they are, if not of the last.
+    `val/loss`; `remarks`, text; `weights`, which ones they are
+    if not the last, which `results` and `remarks` describe.
     """
 
     settings: Mapping[str, object]

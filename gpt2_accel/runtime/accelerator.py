@@ -31,7 +31,7 @@ from gpt2_accel.runtime.device import (
     logits_at_once,
     total_memory,
 )
-from gpt2_accel.runtime.processes import ended, process_state
+from gpt2_accel.runtime.processes import process_state
 from gpt2_accel.runtime.signals import launched
 
 M_TRIM_THRESHOLD = -1  # malloc.h
@@ -231,10 +231,7 @@ def clip_gradients(
 
 
 def close(accelerator: Accelerator) -> None:
-    """Ends the process group. `process_state` starts another for the next run of this process."""
-    if accelerator.num_processes > 1:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        ended.append(torch.distributed.PrefixStore("next", store))  # the old keys stay
+    """Ends the trackers and the process group; `process_state` starts another for a next run."""
     accelerator.end_training()
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         # A thread of gloo frees the last collective's tensors slightly later and needs the

@@ -6,6 +6,8 @@ name is unique, so two processes can write the same file. The process id in the 
 leftovers of killed processes (`remove_leftovers`).
 """
 
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -17,8 +19,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from errno import ENOLCK
-from fcntl import LOCK_EX, flock
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
@@ -210,9 +210,9 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
     kind = FileLock
     try:
         with TemporaryFile(dir=folder) as file:
-            flock(file, LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno == ENOLCK:  # NFS without lockd
+        if error.errno == errno.ENOLCK:  # NFS without lockd
             kind = SoftFileLock
     lock = kind(folder / LOCK, poll_interval=0.5)
     try:
@@ -357,7 +357,7 @@ def read_json_lines(path: str | Path) -> list[dict]:
     """Returns the undamaged entries of a `JsonLines` file; an empty list if the file is missing."""
     entries = []
     if Path(path).exists():
-        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in Path(path).read_bytes().splitlines():
             with suppress(ValueError):  # incomplete
                 entry = parse_json(line)
                 if isinstance(entry, dict) and isinstance(entry.get("step"), int):
