@@ -194,9 +194,7 @@ class TrainConfig:
     keep_last: int = setting(2, "newest checkpoints to keep; one more in training")
     keep_every: int = setting(0, "also keep the checkpoint of every N-th update; 0 for none")
     keep_best: bool = setting(False, "also keep the one with the lowest validation loss, as best/")
-    load_best_model_at_end: bool = setting(
-        False, "the final model is the best checkpoint's, which --keep_best keeps, not the last"
-    )
+    load_best_model_at_end: bool = setting(False, "the final model is that of best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
     ignore_changes: bool = setting(False, "resume although the data or its order changed")
 
