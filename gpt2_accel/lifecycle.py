@@ -168,8 +168,9 @@ def finish(run: Run) -> bool:
         )
     run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
-    last = run.finishing or run.step >= run.updates
-    finished = stops_early(run) or (last and not run.unevaluated)
+    finished = stops_early(run) or (
+        not run.unevaluated and (run.finishing or run.step >= run.updates)
+    )
     reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run):
         reason = f"no lower validation loss in {config.patience} evaluations"

@@ -154,8 +154,7 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
-        last = self.finishing or self.step == self.updates
-        return every > 0 and (self.step % every == 0 or last)
+        return every > 0 and (self.step % every == 0 or self.finishing or self.step == self.updates)
 
     def request_stop(self, reason: str = "") -> None:
         """Ends the run with a checkpoint after the next update. One rank is enough."""
