@@ -114,7 +114,7 @@ def chart(
 
     figure = Figure(figsize=SIZE, layout="constrained", dpi=160)
     ax = figure.subplots()
-    ax.set_title(title, loc="left", fontsize=9, color=INK)
+    ax.set_title(title, loc="left", fontsize=9, color=INK, parse_math=False)
     ax.spines[:].set_visible(False)
     ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8)
     ax.grid(axis="y", color=FAINT, linewidth=0.6)

@@ -191,6 +191,7 @@ class TrainConfig:
     keep_last: int = setting(2, "newest checkpoints to keep; one more in training")
     keep_every: int = setting(0, "also keep the checkpoint of every N-th update; 0 for none")
     keep_best: bool = setting(False, "also keep the one with the lowest validation loss, as best/")
+    load_best_model_at_end: bool = setting(False, "the final model is that of best/")
     max_hours: float | None = setting(None, "stop with a checkpoint after X hours")
     ignore_changes: bool = setting(False, "resume although the data or its order changed")
 
@@ -224,6 +225,10 @@ class TrainConfig:
             raise ValueError("data_dir or output_dir is empty: give the path of a folder")
         if Path(self.output_dir).is_file():
             raise ValueError(f"output_dir {self.output_dir} is a file: give the path of a folder")
+        if self.load_best_model_at_end:
+            self.keep_best = True
+            if not self.eval_every:
+                raise ValueError("load_best_model_at_end needs a validation loss: set eval_every")
         choices_of = {
             "optimizer": OPTIMIZERS,
             "lr_schedule": SCHEDULES,

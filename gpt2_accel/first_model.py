@@ -77,7 +77,7 @@ def users_model(
 ) -> Any:
     """Returns the user's model, or builds it. Raises `ValueError` if a run cannot train it."""
     model: Any = given
-    if not isinstance(given, torch.nn.Module):
+    if callable(given) and not isinstance(given, torch.nn.Module):
         model = given(config, tokenizer)
     shape = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or not isinstance(shape, ModelConfig):

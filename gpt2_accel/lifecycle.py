@@ -16,9 +16,10 @@ from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.prefetch import PrefetchLoader
 from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.evals.kept import LOSES
+from gpt2_accel.first_model import load_model
 from gpt2_accel.hf.comparison import ModelFiles
 from gpt2_accel.hf.hub import MODEL_MANIFEST
-from gpt2_accel.hf.lora import merged
+from gpt2_accel.hf.lora import merged, set_dtype
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models.any_model import AnyModel
@@ -75,6 +76,7 @@ def open_logs(run: Run) -> None:
     accelerator = run.accelerator
     run.state.run_id = on_main_process(lambda: run.state.run_id or secrets.token_hex(4))
     run.updates = run.schedule.updates
+    run.finishing = run.updates <= run.state.finish
     run.metadata = describe_run(run)
     speed = peak_flops(device_name(accelerator.device))
     if speed is not None:
@@ -170,14 +172,17 @@ def finish(run: Run) -> bool:
         )
     run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
-    finished = stops_early(run) or (run.step >= run.updates and not run.unevaluated)
+    finished = stops_early(run) or (
+        not run.unevaluated and (run.finishing or run.step >= run.updates)
+    )
+    reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run):
-        run.log.print_line(
-            f"early stopping: no lower validation loss in {config.patience} evaluations"
-        )
+        reason = f"no lower validation loss in {config.patience} evaluations"
     if finished:
+        if reason:
+            run.log.print_line(f"finished: {reason}")
         remark_on_metrics(run)
-        export_model(run)
+        export_model(run, reason)
     else:
         stops = gather_object([(run.stop.reason, run.stop.requeue)])  # maybe only one rank stops
         reason, requeue = next(stop for stop in stops if stop[0])
@@ -211,8 +216,11 @@ def closing(run: Run) -> str:
     folder = run.run_dir
     text = outcome(read_json_lines(folder / "metrics.jsonl"), run.metadata.get("xz_bits_per_byte"))
     text += f"\n\nThe model is in {folder}"
-    if (folder / "best").exists():
-        text += f", that with the lowest validation loss in {folder / 'best'}"
+    best = run.writer.about_best
+    if best and not run.config.load_best_model_at_end:
+        best = f"the last update, {run.step:,}; {folder / 'best'} has that of {best}"
+    if best:
+        text += f", that of {best}"
     prompt = [] if run.data.chat else ["--prompt", (run.config.sample_prompts or [""])[0]]
     text += (
         ". To try it, to see how training went, and to measure it:\n"
@@ -235,9 +243,10 @@ def wait_for_checkpoint(run: Run) -> bool:
     return run.writer.written is not None
 
 
-def export_model(run: Run) -> None:
-    """Writes the final model into the run's folder, and marks the run as finished.
+def export_model(run: Run, reason: str) -> None:
+    """Writes the final model into the run's folder, and marks the run as finished, for a `reason`.
 
+    With `load_best_model_at_end` it is the model of the best checkpoint.
     An adapter goes to `adapter/`, and the model has it merged. Raises `OSError` if the model cannot
     be written, `ValueError` if its weights are not finite.
     """
@@ -247,6 +256,12 @@ def export_model(run: Run) -> None:
         return
     check_finite(plain, f"the model after update {run.step}")
     training = describe_training(run)
+    best = run.writer.best
+    if config.load_best_model_at_end and best and best.name != f"checkpoint-{run.step}":
+        given = None if isinstance(plain, AnyModel) else plain
+        plain = load_model(config, run.data, best, given, merge=False)
+        set_dtype(plain, config)
+        training.weights = run.writer.about_best
     try:
         run.files.compared = False
         if config.lora:
@@ -263,7 +278,7 @@ def export_model(run: Run) -> None:
         ) from error
     # Before the status: a complete run that is started again removes nothing.
     run.writer.rotate(run.step)
-    run.status.end("finished")
+    run.status.end("finished", reason)
 
 
 def is_complete(run: Run) -> bool:
@@ -279,13 +294,12 @@ def is_complete(run: Run) -> bool:
         finished = status.get("state") == "finished" and status.get("step") == run.step
         if not (finished and any(run_dir.glob("model*.safetensors"))):
             return False
-        if (run_dir / MODEL_MANIFEST).exists():
-            for file, problem in changed_files(run_dir, MODEL_MANIFEST, model_only=True):
-                if file.endswith(".safetensors"):
-                    raise ValueError(
-                        f"{run_dir} is complete, but {problem}: delete {file}, and the same "
-                        "command writes it again"
-                    )
+        for file, problem in changed_files(run_dir, MODEL_MANIFEST):
+            if file.endswith(".safetensors"):
+                raise ValueError(
+                    f"{run_dir} is complete, but {problem}: delete {file}, and the same command "
+                    "writes it again"
+                )
         return True
 
     if goes_on(run) or not (run.resumes_here and on_main_process(has_finished)):

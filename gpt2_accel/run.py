@@ -113,6 +113,8 @@ class Run:
     save_requested: bool = False  # any rank wants one
     unreported: bool = False  # a checkpoint is written, and callbacks do not know it
     stopping: bool = False
+    finishing: bool = False  # a callback ends the run as complete
+    finish_reason: str = ""  # of this rank
     unevaluated: bool = False
     reduced: bool = False  # whether the gradients of this update were reduced
     figures: dict[str, float] = field(default_factory=dict)
@@ -152,11 +154,19 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
-        return every > 0 and (self.step % every == 0 or self.step == self.updates)
+        return every > 0 and (self.step % every == 0 or self.finishing or self.step == self.updates)
 
     def request_stop(self, reason: str = "") -> None:
         """Ends the run with a checkpoint after the next update. One rank is enough."""
         self.stop.request(reason or "a callback")
+
+    def request_finish(self, reason: str = "") -> None:
+        """Ends the run as complete after the next update, with its evaluation and the final model.
+
+        One rank is enough. Only a longer run, by `max_steps` or `epochs`, continues it.
+        """
+        self.finish_reason = reason or "a callback"
+        self.state.finish = self.updates
 
     def request_save(self) -> None:
         """Saves a checkpoint after the next update. One rank is enough."""
@@ -290,5 +300,5 @@ def stops_early(run: Run) -> bool:
 
 def goes_on(run: Run) -> bool:
     """Whether there is another update to do."""
-    ended = run.stopping or diverged(run) or stops_early(run)
+    ended = run.stopping or run.finishing or diverged(run) or stops_early(run)
     return run.step < run.updates and not ended

@@ -58,13 +58,9 @@ def resume(run: Run, checkpoint: Path) -> None:
             if value != run.parts[name]:
                 step = saved["step"]
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
-        run.state = RunState(
-            saved["step"],
-            val_loss=saved["val_loss"],
-            best=saved["best"],
-            waited=saved["waited"],
-            changes=saved["changes"] + list(run.changes.values()),
-        )
+        names = vars(run.state).keys() & saved.keys() - {"run_id"}  # 0.6 has no `finish`
+        run.state = RunState(**{name: saved[name] for name in names})
+        run.state.changes += run.changes.values()
         run.guard.recent = saved["recent"]
         seen = tokens // config.tokens_per_sequence
         run.schedule = config.batch_schedule(run.accelerator.num_processes, run.step, seen)

@@ -64,7 +64,11 @@ def setup(
     together.
     """
     users = checked_callbacks(callbacks)
-    parts: dict[str, Any] = {"objective": name_of(objective), "gradients": name_of(gradients)}
+    parts: dict[str, Any] = {
+        "objective": name_of(objective),
+        "gradients": name_of(gradients),
+        "optimizer": name_of(optimizer),
+    }
     if config.push_to_hub or config.hub_revisions:
         check_push(config.push_to_hub or "")
     data, checkpoint, saved = find_data_and_checkpoint(config, accelerator, data, objective)
@@ -98,7 +102,6 @@ def setup(
     parts |= {
         "script": Path(sys.argv[0]).name,
         "model": name_of(type(plain)),
-        "optimizer": name_of(optimizer),
         "data": data.name if data.folder is None else "prepared",
         "callbacks": [name_of(type(callback)) for callback in users],
     }
@@ -159,8 +162,14 @@ def find_data_and_checkpoint(
 def name_of(part: Any) -> str:
     """Returns the name of a class or a function, or of an object's class, with its module.
 
-    A module that is started as a script has the name of its file.
+    A module that is started as a script has the name of its file. Raises `ValueError` for anything
+    that cannot be called.
     """
+    if not callable(part):
+        raise ValueError(
+            f"{part!r} is not a function, as objective, gradients and optimizer are: see "
+            "docs/change.md"
+        )
     kind = part if hasattr(part, "__qualname__") else type(part)
     module = kind.__module__
     if module == "__main__":

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from gpt2_accel.runtime.files import first_line, write_json
+from gpt2_accel.runtime.files import first_line, read_json, write_json
 from gpt2_accel.runtime.recipe_command import recipe_command
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def save_tokenizer(
     if _same_ids(_from_pretrained(AutoTokenizer, folder), file):
         return
     settings = Path(folder, "tokenizer_config.json")
-    values = json.loads(settings.read_text(encoding="utf-8"))
+    values = read_json(settings)
     write_json(settings, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
     loaded = _from_pretrained(AutoTokenizer, folder)
     if not _same_ids(loaded, file):

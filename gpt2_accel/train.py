@@ -189,10 +189,10 @@ def reduce_figures(
 ) -> dict[str, float]:
     """Returns the means of the figures over all ranks, and `grad_norm`.
 
-    Also finds out whether a rank has to stop or wants a checkpoint. The host waits here until the
-    device has done the update. Raises what a rank's read or save has raised: an update must not
-    train on tokens that a rank could not read. Raises `ValueError` if the figures are not those of
-    the main process's first update, or have a reserved name.
+    Also finds out whether a rank has to stop, ends the run as complete or wants a checkpoint. The
+    host waits here until the device has done the update. Raises what a rank's read or save has
+    raised: an update must not train on tokens that a rank could not read. Raises `ValueError` if
+    the figures are not those of the main process's first update, or have a reserved name.
     """
     if not isinstance(figures, dict) or "loss" not in figures:
         raise ValueError(
@@ -207,14 +207,22 @@ def reduce_figures(
             f"each time, and none of {', '.join(sorted(RESERVED))}"
         )
     device = run.accelerator.device
-    flags = must_stop(run), run.wants_save, run.writer.written is not None
+    flags = (
+        must_stop(run),
+        run.updates <= run.state.finish,
+        run.wants_save,
+        run.writer.written is not None,
+    )
     # Filled on the device: a copy from the host would be another wait.
     values = [torch.full((), float(flag), device=device) for flag in flags]
     values += [torch.as_tensor(figures[name]).to(device, torch.float32) for name in names]
     means = run.accelerator.reduce(torch.stack(values), "mean")
     together = torch.cat((means, full_tensor(grad_norm)[None]))
-    stop, save, written, *reduced, norm = together.tolist()
+    stop, finish, save, written, *reduced, norm = together.tolist()
     run.stopping = stop > 0
+    run.finishing = finish > 0
+    if run.finishing:
+        run.state.finish = run.updates
     run.save_requested = save > 0
     run.unreported = written > 0
     if run.stopping:

@@ -1,6 +1,7 @@
 """Trains with a model or objective of its own: `CASE` names it. With `FSDP` it is sharded."""
 
 import os
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -12,6 +13,7 @@ from gpt2_accel import cli
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import TrainConfig, parse_config
 from gpt2_accel.data import Data
+from gpt2_accel.run import Run
 from gpt2_accel.runtime import guard
 from gpt2_accel.runtime.device import full_tensor, is_shard
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -21,12 +23,15 @@ RANK = os.environ.get("RANK", "0")
 T = 32  # tokens of a window of the sources
 
 
-class Stops:
-    """Rank 1 stops the run."""
+class Ends:
+    """Rank 1 ends the run by a method of it."""
+
+    def __init__(self, request):
+        self.request = request
 
     def on_step_end(self, run, skipped):
         if run.step == 2 and RANK == "1":
-            run.request_stop("rank 1 has enough")
+            self.request(run, "rank 1 has enough")
 
 
 class Gradients:
@@ -135,7 +140,8 @@ def own_data(config):
 CASES = {
     "noise": {"objective": noisy(20, rank="1"), "callbacks": [Weights()]},
     "diverges": {"objective": diverging()},
-    "stop": {"callbacks": [Stops()]},
+    "stop": {"callbacks": [Ends(Run.request_stop)]},
+    "finish": {"callbacks": [Ends(Run.request_finish)]},
     "names": {"objective": named},
     "two": {"objective": two_forwards, "callbacks": [Gradients()]},
     "random": {"objective": drawn},
@@ -148,7 +154,11 @@ def main() -> None:
     if "FSDP" in os.environ:
         allow_fsdp_on_cpus()
     guard.WINDOW = int(os.environ.get("WINDOW", guard.WINDOW))
-    train(parse_config(TrainConfig), **CASES[os.environ["CASE"]])
+    case = os.environ["CASE"]
+    config = parse_config(TrainConfig)
+    train(config, **CASES[case])
+    if case in ("stop", "finish"):
+        train(replace(config, output_dir=f"{config.output_dir}/second", n_embd=16, max_steps=2))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import seams_script
@@ -391,21 +392,38 @@ def test_requests_of_callbacks_are_kept(tiny, tmp_path):
     assert_status(tmp_path / "run", state="stopped", reason="enough", requeue=False)
 
 
+def test_a_callback_finishes_a_run_which_only_more_updates_continue(tiny, tmp_path, capsys):
+    config = tiny(eval_every=9, eval_tokens=64, resume_from="latest")
+    ends = callback(on_step_end=lambda self, run, skipped: run.request_finish("enough"))
+    lines = go(config, **ends)
+    assert "val/loss" in lines[1]
+    assert (tmp_path / "model.safetensors").exists()
+    assert go(config) == lines
+    words = capsys.readouterr().out
+    assert words.index("finished: enough") < words.index("nothing left to train after 2 updates")
+    assert len(go(replace(config, max_steps=9))) == 9
+
+
 RANKS = [
-    ("stop", ""),
+    ("stop", "stopped"),
+    ("finish", "finished"),
     ("names", "figures ['loss', 'one'], the first had ['loss', 'zero']"),
     ("inner", "the objective does not call the model that it gets"),
 ]
 
 
 @pytest.mark.parametrize(("case", "words"), RANKS)
-def test_ranks_agree_on_names_on_the_model_and_on_why_a_run_stops(case, words, tiny, tmp_path):
+def test_ranks_agree_on_names_on_the_model_and_on_why_a_run_ends(case, words, tiny, tmp_path):
+    """A second run in the same program has a process group of its own."""
     flags = as_flags(tiny(micro_batch_size=2))
     script = "tests/seams_script.py"
-    done = launch(script, *flags, processes=2, fails=bool(words), CASE=case)
-    assert words in done.stderr
-    if not words:
-        assert_status(tmp_path, state="stopped", reason="rank 1 has enough")
+    fails = " " in words
+    done = launch(script, *flags, processes=2, fails=fails, CASE=case)
+    if fails:
+        assert words in done.stderr
+    else:
+        assert_status(tmp_path, state=words, reason="rank 1 has enough")
+        assert len(metrics(tmp_path / "second")) == 2
 
 
 def test_a_checkpoint_has_the_state_of_its_own_step(tiny, tmp_path, monkeypatch):
@@ -549,6 +567,10 @@ def reserved(run, batches):
     return accumulate_gradients(run, batches) | {"step": torch.ones(())}
 
 
+def say(self, run, skipped):
+    run.log_metrics({"mine/mood": "good"})
+
+
 def remove(self, run):
     run.optimizer.zero_grad()
 
@@ -579,6 +601,7 @@ def callback(**methods):
 
 
 CANNOT_TRAIN = [
+    ({"gradients": 3}, "3 is not a function"),
     ({"gradients": without_loss}, "return a dict of scalars that has loss"),
     ({"gradients": not_last}, "not reduced over the processes"),
     ({"gradients": reserved}, "none of grad_norm, learning_rate, step"),
@@ -591,6 +614,7 @@ CANNOT_TRAIN = [
     ({"callbacks": None}, "callbacks is a NoneType"),
     ({"callbacks": [None]}, "none of the methods"),
     ({"callbacks": [TrainerCallback()]}, "on_epoch_begin"),
+    (callback(on_step_end=say), "metric mine/mood is 'good': give a number"),
     (callback(on_pre_optimizer_step=remove), "no weight of the model has a gradient"),
     (callback(state_dict=lambda self: 3), "is a int"),
     (callback(state_dict=lambda self: {"found": [(1, 2)]}), "cannot hold .*found"),

@@ -4,7 +4,6 @@ A manifest has the size and SHA-256 of files: all files of a checkpoint, or the 
 `config.json` and `tokenizer.json` of a final model.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from gpt2_accel.hf import hub
-from gpt2_accel.runtime.files import digest, remove, scratch_path
+from gpt2_accel.runtime.files import digest, read_json, remove, scratch_path
 from gpt2_accel.runtime.signals import is_first
 
 STATE = "training_state"
@@ -111,7 +110,7 @@ def read_status(run_dir: Path) -> dict:
     A `running` state without a heartbeat for `SILENCE` becomes `killed`.
     """
     try:
-        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+        status = read_json(run_dir / "status.json")
         silent = datetime.now(UTC) - datetime.fromisoformat(status["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -187,7 +186,7 @@ def changed_files(
     With `model_only` the files of `training_state/` are not checked.
     """
     try:
-        files = json.loads((folder / manifest).read_text(encoding="utf-8"))["files"].items()
+        files = read_json(folder / manifest)["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         yield manifest, "its manifest is missing or damaged"
         return
@@ -213,7 +212,7 @@ def read_state(checkpoint: Path) -> dict:
     """
     path = checkpoint / STATE / "state.json"
     with suppress(OSError, ValueError):
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = read_json(path)
         if isinstance(state, dict) and state.keys() >= {"step", "recent", "settings", "position"}:
             return state | state["position"]
     raise ValueError(

@@ -150,6 +150,7 @@ class RunState:
     val_loss: float | None = None  # the loss at this step; None: not evaluated
     best: float | None = None  # the lowest validation loss so far
     waited: int = 0  # evaluations since `best`
+    finish: int = 0  # a callback ends a run of so many updates or fewer
     changes: list[str] = field(default_factory=list)  # settings that resumes changed
 
     def count(self, loss: float) -> None:

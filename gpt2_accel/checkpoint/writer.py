@@ -29,6 +29,7 @@ from gpt2_accel.checkpoint.find import (
     file_entry,
     list_checkpoints,
     point_to,
+    read_state,
     step_of,
 )
 from gpt2_accel.config import TrainConfig
@@ -47,15 +48,18 @@ class CheckpointWriter(AbstractContextManager):
     keeps one more: the updates after the newest may show that its weights are destroyed. The links
     `latest` and `best` point to the newest and the best.
 
-    `written` is the newest checkpoint, until the run has reported it. A failure of the disk is
-    reported through `print_line`, and older checkpoints stay. Any other error in the background is
-    a bug: `bug` holds it, and `join` raises it.
+    `written` is the newest checkpoint, until the run has reported it, and `best` the one that
+    `keep_best` keeps, `about_best` its name and loss. A failure of the disk is reported through
+    `print_line`, and older checkpoints stay. Any other error in the background is a bug: `bug`
+    holds it, and `join` raises it.
     """
 
     config: TrainConfig
     files: ModelFiles
     print_line: Callable[[str], None]
     written: Path | None = None
+    best: Path | None = None
+    about_best: str = ""
     bug: Exception | None = None
     _error: OSError | None = None
     _thread: threading.Thread | None = None
@@ -139,9 +143,13 @@ class CheckpointWriter(AbstractContextManager):
     def link(self, step: int) -> None:
         """Points the links to the newest and the best checkpoint up to `step`."""
         checkpoints = self._up_to(step)
-        best = best_checkpoint(checkpoints) if self.config.keep_best else None
-        if best is not None:
-            point_to(best.with_name("best"), best)
+        self.best = best_checkpoint(checkpoints) if self.config.keep_best else None
+        if self.best is not None:
+            point_to(self.best.with_name("best"), self.best)
+            loss = read_state(self.best)["val_loss"]
+            self.about_best = (
+                f"{self.best.name}, val/loss {loss:.4f}, the lowest of the checkpoints"
+            )
         if checkpoints:
             point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
 

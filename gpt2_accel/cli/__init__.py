@@ -23,9 +23,10 @@ def run(main: Callable[[], object]) -> None:
 
     User errors are `OSError`, and `ValueError` or `ImportError` raised by this package or by a
     script in the folder of the recipe. Other errors are bugs and keep their traceback. Under
-    torchrun only the first process of a machine prints its sentence; the launcher's report has the
-    error of any process. Output that cannot be written ends nothing. Ctrl-C ends with exit code
-    130, a run that a signal stopped with `signals.exit_code`.
+    torchrun only the first process of a machine prints its sentence, or with `gpt2-accel` the
+    launcher itself; the launcher's report has the error of any process. Output that cannot be
+    written ends nothing. Ctrl-C ends with exit code 130, a run that a signal stopped with
+    `signals.exit_code`.
     """
     if getsignal(SIGINT) is SIG_DFL:
         signal(SIGINT, default_int_handler)
@@ -34,13 +35,16 @@ def run(main: Callable[[], object]) -> None:
             main()
     except Exception as error:
         recorded = "TORCHELASTIC_ERROR_FILE" in os.environ
+        mistake = is_mistake(error)
+        if mistake:  # the report has one line
+            error.__traceback__ = error.__cause__ = None
         if recorded:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)  # the launcher's report ends with the first
-        if not is_mistake(error):
+        if not mistake:
             raise
-        if recorded and not signals.is_first():
+        if recorded and ("GPT2_ACCEL_REPORTS" in os.environ or not signals.is_first()):
             sys.exit(1)
         sys.exit(f"{script().name.replace('__main__.py', 'gpt2-accel')}: {sentence(error)}")
     except KeyboardInterrupt:

@@ -32,19 +32,31 @@ CONFIGS = by_name("accelerate_configs", "*.yaml")
 RECIPES = by_name("recipes", "*.py")
 SETTINGS = by_name("recipes", "*.[yi]*")  # .yaml, .ipynb
 # Ctrl-C ends the launcher without a traceback, but not before the run, which gets it too and saves.
-LAUNCHER = """import signal
+# A sentence of the run is the last line, without tracebacks of the launcher before it.
+LAUNCHER = """import logging
+import os
+import signal
 import subprocess
 import sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 from accelerate.commands.launch import main
 interrupts = []
 signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+os.environ["GPT2_ACCEL_REPORTS"] = "1"
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True
 try:
     main()
 except subprocess.CalledProcessError:
-    if not interrupts:
+    sys.exit(130 if interrupts else 1)
+except Exception as error:
+    try:
+        text = error.get_first_failure()[1].message["extraInfo"]["py_callstack"]
+    except Exception:
+        text = "Traceback"
+    if "Traceback" in text:
         raise
-    sys.exit(130)"""
+    text = " ".join(text.partition(": ")[2].split())
+    sys.exit(f"{os.path.basename(error.name)}: {text}")"""
 SHORT = {"push": "push-to-hub", "import": "import-checkpoint"}
 HELP = f"""
 Other commands:

@@ -18,9 +18,10 @@ system message, `tools` has the JSON schemas of the tools. A text that begins wi
 its messages.
 """
 
-import json
 import re
 from typing import Any
+
+from gpt2_accel.runtime.files import parse_json
 
 Message = dict[str, Any]
 ROLES = {
@@ -181,7 +182,7 @@ def listed(value: Any) -> Any:
     """
     if isinstance(value, str) and LISTED.match(value):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError as error:
             raise Problem(NOT_SUPPORTED) from error
     return value

@@ -3,7 +3,6 @@
 import codecs
 import csv
 import io
-import json
 import os
 import re
 import shlex
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpt2_accel.data.documents import CHUNK, reading
-from gpt2_accel.runtime.files import check_pointer
+from gpt2_accel.runtime.files import check_pointer, parse_json
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # A suffix of COMPRESSED may follow.
@@ -68,7 +67,7 @@ def read_rows(path: str | zipfile.Path, column: str = "") -> Iterator[tuple[Any,
                 yield row, f"{path}, element {i:,}"
         elif line.strip():
             try:
-                yield json.loads(line), place
+                yield parse_json(line), place
             except ValueError as error:
                 raise ValueError(
                     f"{place}, is not valid JSON in UTF-8 ({error}): correct, convert or remove it"
@@ -90,7 +89,7 @@ def read_lines(path: str | zipfile.Path) -> Iterator[bytes | list]:
         yield content
         return
     try:
-        yield json.loads(content)
+        yield parse_json(content)
     except ValueError:  # lines that are arrays
         yield from content.splitlines()
 

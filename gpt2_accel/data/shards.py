@@ -51,7 +51,6 @@ run, "weights": […]}, …]` the weights change.
 """
 
 import hashlib
-import json
 import os
 import struct
 from contextlib import suppress
@@ -61,7 +60,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_accel.data.documents import text_digest
-from gpt2_accel.runtime.files import sync
+from gpt2_accel.runtime.files import read_json, sync
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
@@ -173,7 +172,7 @@ def read_manifest(data_dir: str | Path) -> dict:
             "goes on, by --data_dir NEW_FOLDER --ignore_changes"
         )
     with suppress(ValueError, KeyError, TypeError, AttributeError):
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
         listed_shards(manifest)
         known = manifest["version"] in (VERSION, PACKED_VERSION)
         if known and manifest["format"] == MANIFEST_FORMAT and manifest["dtype"] in TOKEN_DTYPES:

@@ -240,7 +240,12 @@ class Rows:
         self.source = source
         self.vocab_size = vocab_size
         self.name = name
-        self.windows = len(source)
+        length = source.__len__()  # `len` raises for these
+        if not (isinstance(length, int | np.integer) and 0 < length <= 2**62):
+            raise ValueError(
+                f"{name} has a __len__ that returns {length!r}: return an integer from 1 to 2^62"
+            )
+        self.windows = int(length)
         rows, self.sequence_length = self.read(0).shape
         self.documents = rows == 3
         self.tokens = self.windows * self.sequence_length
@@ -270,8 +275,15 @@ class Rows:
         problem = ""
         if window.shape != (2 + self.documents, self.sequence_length):
             problem = f"has the shape {window.shape}, the first had {self.sequence_length} tokens"
-        elif window[0].min() < 0 or window[:2].max() >= self.vocab_size or window[1].min() < -100:
-            problem = f"has token ids that are not from 0 to {self.vocab_size - 1}, the tokenizer's"
+        elif (
+            window[:2].max() >= self.vocab_size
+            or window[0].min() < 0
+            or window[1].min(where=window[1] != -100, initial=0) < 0
+        ):
+            problem = (
+                f"has token ids that are not from 0 to {self.vocab_size - 1}, the tokenizer's, or "
+                "targets that are neither these nor -100"
+            )
         elif found != self.counts(number):
             problem = (
                 f"has {found} targets that count, not {self.counts(number)}: give the source a "

@@ -1,9 +1,10 @@
 """Results of evaluations: tables, and the file `evaluation.json`."""
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+
+from gpt2_accel.runtime.files import read_json
 
 
 def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
@@ -33,7 +34,7 @@ def read_record(path: Path) -> dict[str, dict]:
     if not path.exists():
         return record
     try:
-        for name, entry in json.loads(path.read_text(encoding="utf-8")).items():
+        for name, entry in read_json(path).items():
             entry["results"].keys()
             record[name] = {"notes": []} | entry
     except (ValueError, KeyError, TypeError, AttributeError) as error:

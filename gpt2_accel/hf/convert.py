@@ -5,7 +5,6 @@ converts the weights.
 """
 
 import copy
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -39,7 +38,7 @@ from gpt2_accel.hf.safetensors_files import (
 from gpt2_accel.hf.tensors import conversion, from_hf, load_hf, to_hf
 from gpt2_accel.models import LanguageModel, ModelConfig, check_loaded, config_class
 from gpt2_accel.models.any_model import AnyConfig, AnyModel
-from gpt2_accel.runtime.files import atomic_files, sentence, write_json
+from gpt2_accel.runtime.files import atomic_files, read_json, sentence, write_json
 from gpt2_accel.tokenizer import (
     GPT2_VOCAB_SIZE,
     check_vocabulary,
@@ -325,7 +324,7 @@ def config_values(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {directory} is not a Hugging Face model")
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(read_json(path))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
 

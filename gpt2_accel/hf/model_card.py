@@ -58,12 +58,13 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {%- if training %}
 ## Training
 
-- Data: {{ data }}
+{% if training.weights %}- Weights: {{ training.weights }}
+{% endif %}- Data: {{ data }}
 - Tokens seen: {{ "{:,}".format(training.tokens) }}
 - Compute: {{ "{:.3g}".format(training.flops) }} FLOPs in {{
     "{:.3g}".format(training.hours) }} hours on {{ training.hardware }}
 - Versions: {{ versions }}
-{% if training.results %}
+{% if training.results and not training.weights %}
 ## Results
 
 ± and ranges are 95% intervals.
@@ -73,7 +74,7 @@ llama.cpp, `convert_hf_to_gguf.py` of llama.cpp writes a GGUF file.
 {% for metric, value in training.results.items() -%}
 | {{ metric }} | {{ value }} |
 {% endfor %}
-{%- endif %}{% if training.remarks %}
+{%- endif %}{% if training.remarks and not training.weights %}
 ## Remarks
 
 ```
@@ -92,7 +93,8 @@ class Training:
 
     `settings` of the run; `data`, a description of the text; `tokens` seen, `hours` of training,
     total `flops`; `hardware` and precision in words; `results`, metric -> value with its interval,
-    such as `val/loss`; `remarks`, text.
+    such as `val/loss`; `remarks`, text; `weights`, which ones they are if not the last, which
+    `results` and `remarks` describe.
     """
 
     settings: Mapping[str, object]
@@ -103,6 +105,7 @@ class Training:
     hardware: str
     results: Mapping[str, str]
     remarks: str = ""
+    weights: str = ""
 
 
 def model_card(

@@ -3,7 +3,6 @@
 Tensors are read one at a time, so that a model is never in memory twice.
 """
 
-import json
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_accel.runtime.files import check_pointer, digest
+from gpt2_accel.runtime.files import check_pointer, digest, read_json
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -43,7 +42,7 @@ def weight_files(directory: Path) -> list[Path]:
     files = [single]
     if index.is_file() and not single.is_file():
         try:
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            listed = read_json(index)["weight_map"]
             files = sorted({directory / Path(name).name for name in listed.values()})
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged ({error!r}): download it again") from error

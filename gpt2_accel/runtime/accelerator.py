@@ -231,7 +231,7 @@ def clip_gradients(
 
 
 def close(accelerator: Accelerator) -> None:
-    """Ends the trackers and the process group."""
+    """Ends the trackers and the process group; `process_state` starts another for a next run."""
     accelerator.end_training()
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         # A thread of gloo frees the last collective's tensors slightly later and needs the

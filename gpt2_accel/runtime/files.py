@@ -6,6 +6,8 @@ name is unique, so two processes can write the same file. The process id in the 
 leftovers of killed processes (`remove_leftovers`).
 """
 
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -18,7 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 # Imported where they are used, since a recipe's --help does not need them: filelock, psutil, tqdm.
 
@@ -199,12 +202,19 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
 
     Raises `OSError` if another process holds the lock or the folder cannot be written.
     """
-    from filelock import FileLock, Timeout
+    from filelock import FileLock, SoftFileLock, Timeout
 
     folder = Path(folder)
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK, poll_interval=0.5)
+    kind = FileLock
+    try:
+        with TemporaryFile(dir=folder) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno == errno.ENOLCK:  # NFS without lockd
+            kind = SoftFileLock
+    lock = kind(folder / LOCK, poll_interval=0.5)
     try:
         with suppress(Timeout):
             lock.acquire(timeout=0)
@@ -288,6 +298,19 @@ def duration(seconds: float) -> str:
 # JSON
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises `ValueError` if it is damaged or nested too deep for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file. Raises `ValueError` as `parse_json`."""
+    return parse_json(path.read_bytes())
+
+
 class JsonLines:
     """An append-only log: one JSON object with a `step` per line, written immediately.
 
@@ -325,9 +348,9 @@ def read_json_lines(path: str | Path) -> list[dict]:
     """Returns the undamaged entries of a `JsonLines` file; an empty list if the file is missing."""
     entries = []
     if Path(path).exists():
-        for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in Path(path).read_bytes().splitlines():
             with suppress(ValueError):  # incomplete
-                entry = json.loads(line)
+                entry = parse_json(line)
                 if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                     entries.append(entry)
     return entries

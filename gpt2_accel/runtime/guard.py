@@ -52,9 +52,7 @@ class AnomalyGuard:
                 return problem
         self.bad_in_a_row = 0
         for name, value in values.items():
-            recent = list(self.recent.get(name, []))
-            recent.append(value)
-            self.recent[name] = recent[-WINDOW:]
+            self.recent[name] = [*self.recent.get(name, []), value][-WINDOW:]
         return None
 
     def problem(self, name: str, value: float) -> str | None:

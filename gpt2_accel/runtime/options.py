@@ -37,7 +37,6 @@ core_every: core_metric_every
 log_every: log_interval logging_steps
 save_every: save_interval save_steps
 keep_last: save_total_limit
-keep_best: load_best_model_at_end
 patience: early_stopping_patience
 resume_from: resume_from_checkpoint
 output_dir: out_dir run_name model_tag
@@ -68,7 +67,8 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_ranges(settings: object, **names_of: str) -> None:
-    """Raises `ValueError` for a setting that is out of range, infinite or NaN.
+    """Raises `ValueError` for a setting that is out of range, infinite, NaN, or an integer of 2^62
+    or more, which torch and numpy cannot hold.
 
     None passes. Each keyword is a key of `RANGES`; its value is the names of the settings in that
     range, separated by spaces.
@@ -79,8 +79,10 @@ def check_ranges(settings: object, **names_of: str) -> None:
             value = getattr(settings, name)
             if value is None:
                 continue
-            if not abs(value) < math.inf:
-                raise ValueError(f"{name} must be a finite number, got {value}")
+            if not abs(value) < (2**62 if isinstance(value, int) else math.inf):
+                raise ValueError(
+                    f"{name} must be a finite number, an integer below 2^62, got {value}"
+                )
             if not holds(value):
                 raise ValueError(f"{name} must {rule}, got {value}")
 

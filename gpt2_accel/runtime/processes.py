@@ -22,6 +22,7 @@ LONGEST_WAIT = timedelta(days=2)
 
 Result = TypeVar("Result")
 _numbers = itertools.count()
+_stores: list[torch.distributed.Store] = []  # that of the process group, also if a run has ended it
 
 
 def process_state() -> PartialState:
@@ -48,6 +49,13 @@ def process_state() -> PartialState:
             "without GPUs take the launch config cpu.yaml, or for several processes on a CPU put "
             "ACCELERATE_USE_CPU=true before the command"
         )
+    if _stores and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            state.backend,
+            store=torch.distributed.PrefixStore("next", _stores[0]),  # the old keys stay
+            rank=state.process_index,
+            world_size=state.num_processes,
+        )
     return state
 
 
@@ -64,6 +72,7 @@ def main_process_first() -> Iterator[None]:
         yield
         return
     store = torch.distributed.distributed_c10d._get_default_store()
+    _stores[:] = [store]
     key = f"main_process_first/{next(_numbers)}"
     if not state.is_main_process:
         store.wait([key], LONGEST_WAIT)

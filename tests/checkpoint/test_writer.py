@@ -5,7 +5,8 @@ import json
 import os
 from pathlib import Path
 
-from conftest import refused, run, status
+import pytest
+from conftest import refused, run, status, weights_digest
 
 from gpt2_accel.checkpoint.find import list_checkpoints
 
@@ -14,17 +15,25 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def test_keep_best_and_keep_every_keep_their_checkpoints(tiny, tmp_path):
-    settings = {"max_steps": 12, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 6}
+@pytest.mark.parametrize("load", [False, True])
+def test_keep_best_and_keep_every_keep_their_checkpoints(load, tiny, tmp_path, capsys):
+    settings = {"max_steps": 6, "save_every": 2, "eval_every": 2, "keep_last": 1, "keep_every": 4}
     # With this learning rate the validation loss rises after the first updates.
-    settings |= {"keep_best": True, "learning_rate": 0.3, "warmup_steps": 0}
-    settings |= {"lr_schedule": "constant"}
+    settings |= {"keep_best": not load, "load_best_model_at_end": load}
+    settings |= {"learning_rate": 0.3, "warmup_steps": 0, "lr_schedule": "constant"}
     metrics = run(tiny(**settings))
     evaluated = {entry["step"]: entry["val/loss"] for entry in metrics if "val/loss" in entry}
     best = min(evaluated, key=evaluated.get)
-    assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({6, 12, best})]
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({4, 6, best})]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{best}"
     assert (tmp_path / "best/config.json").is_file()
+    assert best < 6
+    model = "best" if load else "latest"
+    assert weights_digest(tmp_path) == weights_digest(tmp_path / model)
+    words = f"checkpoint-{best}, val/loss {evaluated[best]:.4f}, the lowest"
+    assert (words in (tmp_path / "README.md").read_text()) == load
+    last = "" if load else f"the last update, 6; {tmp_path}/best has that of "
+    assert f"{tmp_path}, that of {last}{words}" in capsys.readouterr().out
 
 
 def test_training_continues_if_an_old_checkpoint_cannot_be_removed(tiny, tmp_path, monkeypatch):

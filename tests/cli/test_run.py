@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import long, reset_accelerate
-from launching import launch, launched, python
+from launching import ROOT, launch, launch_flags, launched, python
 
 from gpt2_accel.runtime import accelerator, cores, device
 from gpt2_accel.runtime.accelerator import build_accelerator
@@ -29,6 +29,14 @@ def test_the_launcher_of_several_processes_prints_the_message_first_and_in_its_r
     ours, report = done.stderr.split("Traceback", 1)
     assert ours.count(MISTAKE) == 1
     assert MISTAKE.partition(": ")[2] in report
+
+
+@long
+def test_the_message_is_all_that_gpt2_accel_prints_of_several_processes():
+    flags, env = launch_flags("recipes/quickstart.py", "--max_steps", 0, processes=2)
+    command = [sys.executable, "-m", "gpt2_accel", "launch", "cpu", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True)
+    assert (done.returncode, done.stderr.decode()) == (1, f"{MISTAKE}\n")
 
 
 @pytest.mark.parametrize("config", ["cpu", "cpu_bf16"])

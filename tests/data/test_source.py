@@ -80,7 +80,10 @@ REFUSED = [
     ([np.full(T + 1, -1)], "token ids that are not from 0 to 256"),
     ([ROW[0], ROW[0, :9]], "window 1 has the shape"),
     ([(ROW[0], ROW[0, 1:])], "shapes of its parts"),
-    ([], "window 0: IndexError"),
+    ([(ROW[0, 1:], np.full(T, -1))], "neither these nor -100"),
+    ([], r"__len__ that returns 0: return an integer from 1 to 2\^62"),
+    (Drawn(3.5), "returns 3.5"),
+    (Drawn(2**70), "returns 1180591620717411303424"),
     (Drawn(draw=lambda i: np.random.randint(9, size=T + 1)), "read again"),
     ([(ROW[0, :-1], LABELS[0, 1:])], "wrap it by gpt2_accel.data.counted"),
 ]

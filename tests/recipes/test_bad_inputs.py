@@ -40,6 +40,7 @@ def broken_parquet() -> bytes:
 SPECIAL = {
     "BINARY": bytes(range(256)) * 40,
     "UTF16": TEXT.encode("utf-16"),
+    "DEEP": b'{"text":' * 100_000,
     "GZIP": gzip.compress(b'{"text": "a"}\n' * 1000)[:30],
     "PARQUET": broken_parquet(),
 }

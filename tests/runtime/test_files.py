@@ -1,6 +1,7 @@
 """Atomic writes and locks, with concurrent writers, on full disks and without links."""
 
 import errno
+import fcntl
 import io
 import os
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,7 +135,12 @@ def test_a_log_keeps_its_lines_while_the_disk_is_full_and_names_the_file_if_it_s
     assert len(read_json_lines(path)) == 4
 
 
-def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends(tmp_path):
+@pytest.mark.parametrize("lockd", [True, False])
+def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends(
+    lockd, tmp_path, monkeypatch
+):
+    if not lockd:
+        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     folder = tmp_path / "new/run"
     with lock_folder(folder):
         first = lock_id(folder)

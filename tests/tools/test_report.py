@@ -76,6 +76,7 @@ def test_unfinished_and_damaged_runs_have_a_report(runs, tmp_path):
     running = without("run.json")
     write_json(running / "status.json", status(running) | {"state": "running"})
     with (running / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 61, "mine/$\\\\b$": 1}\n{"step": 61, "mine/$\\\\b$": 2}\n')
         file.write(b'\xfe\n[1]\n{"step": "x"}\n{"step": 62, "train/loss": NaN}\n{"step": 63, "tok')
     run_recipe("report", starting, running, "--output_dir", tmp_path / "out")
     page = (tmp_path / "out/report.html").read_text()
