@@ -183,7 +183,7 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     assert {"solved/reward", "val/kept"} <= lines[-1].keys()
     figures = {"reward", "reward_stderr", "solved_all", "solved_none", "answer_tokens", "entropy"}
     figures |= {"sampled_tokens_per_second", "trained_tokens_per_second"}
-    assert {"step", "tokens", "solved/reward", "solved/reward_stderr"} >= lines[0].keys()
+    assert {"step", "tokens"} >= {name for name in lines[0] if "solved/reward" not in name}
     assert {f"train/{name}" for name in figures} <= lines[1].keys()
     samples = read_json_lines(tmp_path / "run/samples.jsonl")
     assert all(sample["text"].startswith(f"{sample['prompt']}\nreward ") for sample in samples)
