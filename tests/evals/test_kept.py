@@ -70,8 +70,8 @@ def test_it_estimates_the_divergence(chat_model, tuned, monkeypatch):
 
 def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
-    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 512, "--save_every", 4]
-    flags += ["--max_steps", 8, "--learning_rate", 1e-2, "--sample_every", 0, "--eval_every", 0]
+    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 512, "--save_every", 2]
+    flags += ["--max_steps", 3, "--learning_rate", 1e-2, "--sample_every", 0, "--eval_every", 0]
     flags += ["--keep_best", "false"]
     one, two = tmp_path / "one", tmp_path / "two"
     run_recipe("chat_sft", *flags, "--output_dir", one)
