@@ -9,7 +9,7 @@ BIN := .venv/bin
 
 # ROUNDING=SEED: matrix products are rounded as by another CPU. HEADROOM=2: tests have half of each tolerance.
 ifdef ROUNDING
-export PYTHONPATH := $(CURDIR)/tests/rounding:$(PYTHONPATH)
+export PYTHONPATH := $(CURDIR)/tests/rounding$(PYTHONPATH:%=:%)
 export HEADROOM ?= 2
 endif
 
@@ -71,7 +71,7 @@ FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsd
 	tests/kernels tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py tests/test_architectures.py tests/recipes/test_evaluate.py \
-	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py tests/test_rewards.py
+	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py tests/test_rewards.py
 
 test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, damaged files, bad gradients; 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

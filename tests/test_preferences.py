@@ -6,7 +6,6 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -105,14 +104,6 @@ def by_trl(trl, tuned, rows, losses, folder):
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    class Recording(trl.DPOTrainer):
-        losses: ClassVar[list[float]] = []
-
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            self.losses.append(loss.item())
-            return loss
-
     tokenizer = AutoTokenizer.from_pretrained(tuned)
     tokenizer.chat_template = TEMPLATE
     model, reference = (
@@ -129,24 +120,22 @@ def by_trl(trl, tuned, rows, losses, folder):
     for row in rows:
         answers = {name: [turn("assistant", row[name])] for name in ("chosen", "rejected")}
         messages.append({"prompt": [turn("user", row["prompt"])]} | answers)
-    trainer = Recording(
+    trainer = trl.DPOTrainer(
         model, reference, options, train_dataset=Dataset.from_list(messages),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
     names = {
+        "loss": "loss",
         "grad_norm": "grad_norm",
         "reward_chosen": "rewards/chosen",
         "reward_rejected": "rewards/rejected",
         "margin": "rewards/margins",
-        "reward_accuracy": "rewards/accuracies",
     }
-    rows = []
-    for loss, line in zip(Recording.losses, lines, strict=True):
-        row = {f"train/{ours}": float(line[theirs]) for ours, theirs in names.items()}
-        rows.append(row | {"train/loss": loss})
-    return rows
+    return [
+        {f"train/{ours}": float(line[theirs]) for ours, theirs in names.items()} for line in lines
+    ]
 
 
 def in_order(pairs, rows):
@@ -357,15 +346,13 @@ def one_label_later(model, batch, trim):
     return answer_log_probabilities(model, batch, trim)
 
 
-# Names in gpt2_accel/preferences.py and settings, and what they are by mistake.
+# Names in gpt2_accel/preferences.py, and what they are by mistake.
 MISTAKES = [
     ("F", SimpleNamespace(logsigmoid=lambda margins: F.logsigmoid(-margins))),
     ("read_reference", other_reference(torch.zeros_like)),
     ("read_reference", other_reference(lambda table: table.bfloat16().float())),
     ("answer_log_probabilities", one_label_later),
-    ("beta", 1.1 * BETA),
-    ("learning_rate", 1.1 * PARITY["learning_rate"]),
-    ("loss_type", "sigmoid_norm"),
+    ("Preferences", lambda start, **_: Preferences(start, beta=1.1 * BETA)),
 ]
 
 
@@ -375,18 +362,17 @@ MISTAKES = [
 def test_a_mistake_shows_in_the_first_updates(
     precision, tolerance, pairs, tuned, tmp_path, monkeypatch
 ):
-    def figures(folder, **changes):
-        run_recipe("chat_dpo", *settings(tuned, folder, data_dir=pairs, **PARITY | changes))
+    def figures(folder):
+        run_recipe("chat_dpo", *settings(tuned, folder, data_dir=pairs, **PARITY))
         return metrics(folder)
 
     expected = figures(tmp_path / "fp32")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     figures(tmp_path / "right")  # stores the reference
     for number, (name, value) in enumerate(MISTAKES):
-        part = hasattr(preferences, name)
         with monkeypatch.context() as patch:
-            patch.setattr(preferences, name, value, raising=False)
-            wrong = figures(tmp_path / str(number), **{} if part else {name: value})
+            patch.setattr(preferences, name, value)
+            wrong = figures(tmp_path / str(number))
         with pytest.raises(AssertionError):
             assert_close(wrong, expected, tolerance)
 

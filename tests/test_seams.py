@@ -494,12 +494,12 @@ def test_any_module_with_the_protocol_trains_resumes_and_is_saved(tiny, tmp_path
 # Gradients
 
 
-def sam_by_hand(model, batches, rho=0.05):
+def sam_by_hand(model, batches, config, rho=0.05):
     """Updates of SAM as in its paper, with AdamW; returns the losses."""
-    optimizer = build_optimizer(model, SAM_SETTINGS)
+    optimizer = build_optimizer(model, config)
     losses = []
     for step, batch in enumerate(batches):
-        set_learning_rate(optimizer, learning_rate(SAM_SETTINGS, step), 1e-2)
+        set_learning_rate(optimizer, learning_rate(config, step), 1e-2)
         loss = model(batch.input_ids, batch.targets)
         loss.backward()
         before = [p.detach().clone() for p in model.parameters()]
@@ -519,9 +519,6 @@ def sam_by_hand(model, batches, rho=0.05):
     return losses
 
 
-SAM_SETTINGS = TrainConfig(learning_rate=1e-2, max_steps=3, warmup_steps=1)
-
-
 def test_sam_equals_a_loop_by_hand(data_dir, tmp_path):
     config = tiny_config(data_dir, tmp_path, micro_batch_size=2, max_steps=3, warmup_steps=1)
     torch.manual_seed(config.seed)
@@ -529,7 +526,7 @@ def test_sam_equals_a_loop_by_hand(data_dir, tmp_path):
     size = {"sequence_length": 32, "micro_batch_size": 4, "seed": config.seed}
     loader = TrainLoader(open_data(data_dir).train, **size)
     batches = [next(loader.update(4 * step, 4)) for step in range(3)]
-    expected = sam_by_hand(model, batches)
+    expected = sam_by_hand(model, batches, config)
     launch("tests/changes_script.py", *as_flags(config), processes=2, CHANGE="sam")
     assert losses(metrics(tmp_path)) == pytest.approx(expected, abs=1e-5)
 

@@ -26,13 +26,6 @@ def hf_model(**changes) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def test_logits_with_the_activation_of_openai_agree_to_rounding(tmp_path):
-    hf = hf_model(activation_function="gelu_new")
-    hf.save_pretrained(tmp_path)
-    assert_close(from_pretrained(tmp_path).eval()(INPUT_IDS), hf(INPUT_IDS).logits)
-
-
-@torch.no_grad()
 def test_files_are_those_of_transformers(tmp_path):
     hf_model(activation_function="gelu_pytorch_tanh").save_pretrained(tmp_path / "hf")
     save_pretrained(from_pretrained(tmp_path / "hf"), tmp_path / "ours")
@@ -89,7 +82,7 @@ def shard(directory):
 @torch.no_grad()
 def test_a_directory_opens_or_is_refused_as_in_transformers(tmp_path):
     for name in ("old", "new"):
-        model = hf_model(activation_function="gelu_pytorch_tanh")
+        model = hf_model(activation_function="gelu_new")
         model.save_pretrained(tmp_path / name, max_shard_size="100KB" if name == "old" else "5GB")
     opened = 0
     for state, change in STATES.items():
