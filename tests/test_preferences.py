@@ -177,7 +177,7 @@ def test_the_first_updates_equal_trl(pairs, tuned, losses, tmp_path):
     """TRL has one micro-batch; the second term is a mean over the chosen tokens of all of ours."""
     trl = pytest.importorskip("trl")
     expected = by_trl(trl, tuned, in_order(pairs, pair_rows(60)), losses, tmp_path / "trl")
-    assert "sft" in losses or expected[0]["train/loss"] == pytest.approx(math.log(2))
+    assert "sft" in losses or expected[0]["train/loss"] == pytest.approx(math.log(2), abs=FP32)
     for processes, size in SHAPES:
         folder = tmp_path / f"{processes}-{size}"
         changes = {"data_dir": pairs, "micro_batch_size": size, "nll": losses.get("sft", 0)}
@@ -306,7 +306,7 @@ def test_an_adapter_starts_from_the_reference_and_resumes(pairs, tuned, tmp_path
     changes["resume_from"] = tmp_path / "whole/checkpoint-2"
     run_recipe("chat_dpo", *settings(tuned, tmp_path / "run", **changes))
     lines = metrics(tmp_path / "whole")
-    assert lines[0]["train/loss"] == pytest.approx(math.log(2)) != lines[1]["train/loss"]
+    assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=FP32) != lines[1]["train/loss"]
     assert losses(metrics(tmp_path / "run")) == losses(lines)[2:]
     assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
 

@@ -28,7 +28,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from gpt2_accel import GPT, GPTConfig, from_pretrained
 from gpt2_accel.callbacks import Callback
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
-from gpt2_accel.config import TrainConfig
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.source import open_data
