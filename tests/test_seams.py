@@ -498,7 +498,7 @@ def sam_by_hand(model, batches, config, rho=0.05):
     optimizer = build_optimizer(model, config)
     losses = []
     for step, batch in enumerate(batches):
-        set_learning_rate(optimizer, learning_rate(config, step), 1e-2)
+        set_learning_rate(optimizer, learning_rate(config, step), config.learning_rate)
         loss = model(batch.input_ids, batch.targets)
         loss.backward()
         before = [p.detach().clone() for p in model.parameters()]
@@ -519,7 +519,7 @@ def sam_by_hand(model, batches, config, rho=0.05):
 
 
 def test_sam_equals_a_loop_by_hand(data_dir, tmp_path):
-    config = tiny_config(data_dir, tmp_path, micro_batch_size=2, max_steps=3, warmup_steps=1)
+    config = tiny_config(data_dir, tmp_path, micro_batch_size=2, max_steps=3, learning_rate=3e-3)
     torch.manual_seed(config.seed)
     model = configured_shape(config, 257).build()
     size = {"sequence_length": 32, "micro_batch_size": 4, "seed": config.seed}

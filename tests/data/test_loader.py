@@ -116,7 +116,7 @@ def test_a_part_that_was_prepared_again_with_another_tokenizer_is_refused(mixed,
 
 
 def test_the_document_mask_changes_the_loss_and_does_not_depend_on_the_micro_batch(tiny):
-    settings = {"eval_every": 3, "max_steps": 3}
+    settings = {"eval_every": 3, "max_steps": 3, "total_batch_size": 512}
     plain = run(tiny("a", **settings))
     masked = run(tiny("b", document_mask=True, **settings))
     again = run(tiny("c", document_mask=True, micro_batch_size=1, **settings))
