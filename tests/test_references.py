@@ -39,10 +39,10 @@ def start(tmp_path):
     return str(tmp_path / "start")
 
 
-def plain_losses(start, data_dir, sizes, updates, warmup=WARMUP, **options):
+def plain_losses(start, data_dir, sizes, **options):
     """Returns the losses of a plain loop around transformers, with updates of `sizes` sequences.
 
-    The schedule is that of `updates` updates of the largest size. Also returns the model.
+    The schedule is that of updates of the largest size. Also returns the model.
     """
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).train()
     balancing = getattr(model.config, "router_aux_loss_coef", None)
@@ -69,7 +69,7 @@ def plain_losses(start, data_dir, sizes, updates, warmup=WARMUP, **options):
             total += loss.item() / (size / 4)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(seen / max(sizes), updates, warmup)
+            group["lr"] = nanogpt_rate(seen / max(sizes), sum(sizes) / max(sizes), WARMUP)
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total)
@@ -88,7 +88,7 @@ def test_losses_equal_a_plain_loop_around_transformers_on_any_number_of_processe
     settings = {"max_steps": 3, "total_batch_size": 16 * 32, "beta1": 0.8, "adam_eps": 1e-5}
     settings |= {"ramp_tokens": 24 * 32, "ramp_start": 4, "warmup_steps": WARMUP}
     settings |= {"learning_rate": PEAK, "init_from": start, "micro_batch_size": 8}
-    expected, _ = plain_losses(start, data_dir, RAMP, 3, **ADAM)
+    expected, _ = plain_losses(start, data_dir, RAMP, **ADAM)
     flags = as_flags(tiny("two", **settings, save_every=3, keep_last=9))
     launch("tests/train_script.py", *flags, processes=2)
     assert losses(run(tiny("one", **settings))) == pytest.approx(expected, abs=1e-5)

@@ -20,7 +20,7 @@ from conftest import (
 )
 from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
 from launching import EAGER, launch
-from test_references import PEAK, plain_losses
+from test_references import PEAK, WARMUP, plain_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 from gpt2_accel import from_pretrained
@@ -38,9 +38,9 @@ FEW = ["gemma3_text", "opt", "mixtral"]
 @pytest.mark.parametrize("kind", FAMILIES if MODELS == "long" else FEW)
 def test_training_equals_a_plain_loop_around_the_class(kind, tiny, data_dir, tmp_path):
     start = save_family(kind, tmp_path / "start")
-    settings = {"max_steps": 3, "warmup_steps": 0, "learning_rate": PEAK}
+    settings = {"max_steps": 3, "warmup_steps": WARMUP, "learning_rate": PEAK}
     lines = run(tiny("run", init_from=str(start), total_batch_size=8 * 32, **settings))
-    expected, model = plain_losses(start, data_dir, [8] * 3, 3, warmup=0)
+    expected, model = plain_losses(start, data_dir, [8] * 3)
     assert losses(lines) == pytest.approx(expected, abs=1e-5)
     folder = tmp_path / "run"
     final = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -95,9 +95,6 @@ def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
     for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(1, 3)]:
         folder = tmp_path / f"on-{processes}-{micro_batch_size}"
         config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
-        if processes == 1:
-            run(config)
-        else:
-            finish(config, processes=processes)
+        finish(config, processes=processes)
         resumed = losses(metrics(folder))
         assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5), (processes, micro_batch_size)
