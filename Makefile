@@ -7,6 +7,12 @@ BIN := .venv/bin
 
 .PHONY: quickstart chat rl course course-handout test coverage test-avx2 test-reliability test-models test-real bench-real test-course test-install test-serve test-versions test-gpu-code bench gpu docs lint format clean
 
+# ROUNDING=SEED: matrix products are rounded as by another CPU. HEADROOM=2: tests have half of each tolerance.
+ifdef ROUNDING
+export PYTHONPATH := $(CURDIR)/tests/rounding$(PYTHONPATH:%=:%)
+export HEADROOM ?= 2
+endif
+
 LAUNCH := $(BIN)/gpt2-accel launch accelerate_configs/cpu.yaml
 
 quickstart: .venv/installed  ## train a small model on the Python standard library
@@ -44,7 +50,7 @@ course: .venv/installed-dev  ## the repository's address and badges for Colab an
 course-handout: .venv/installed-dev  ## the course's notebooks without solutions and outputs, into build/course/
 	$(BIN)/python docs/notebooks.py handout build/course
 
-test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait
+test: .venv/installed-dev  ## run the tests: offline, on CPU, three at a time, since they often wait; ROUNDING=1: as on another CPU
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 coverage: .venv/installed-dev  ## measure which lines the tests run, into build/coverage/; slower than `make test`
@@ -55,16 +61,17 @@ coverage: .venv/installed-dev  ## measure which lines the tests run, into build/
 
 # torch held to the instructions of a plain laptop: AVX2, no bf16 units.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/runtime/test_device.py
+CPU_TESTS := tests/kernels tests/models/test_gpt2.py tests/models/test_llama.py tests/test_optim.py tests/runtime/test_device.py \
+	tests/hf/test_convert.py tests/test_preferences.py tests/test_references.py
 
 test-avx2: .venv/installed-dev  ## run the tests that depend on the CPU with the instructions of a plain laptop
-	$(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
+	HEADROOM=2 $(AVX2) $(BIN)/python -m pytest --numprocesses 2 $(CPU_TESTS)
 
 FAULTS := tests/reliability tests/runtime/test_signals.py tests/runtime/test_fsdp.py tests/recipes/test_bad_inputs.py tests/cli \
 	tests/kernels tests/tools/study tests/benchmarks tests/data/test_prepare.py tests/data/test_source.py tests/hf/test_lora_runs.py \
 	tests/recipes/test_changes.py tests/recipes/test_demo.py tests/test_preferences.py \
 	tests/runtime/test_accelerate_config.py tests/test_architectures.py tests/recipes/test_evaluate.py \
-	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/test_references.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py tests/test_rewards.py
+	tests/runtime/test_trackers.py tests/runtime/test_launch.py tests/recipes/test_recipes.py tests/hf/test_hub.py tests/evals/test_kept.py tests/test_rewards.py
 
 test-reliability: .venv/installed-dev  ## fault injection: kills, full disks, damaged files, bad gradients; 20 minutes
 	RELIABILITY=long $(BIN)/python -m pytest $(FAULTS)

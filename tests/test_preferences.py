@@ -5,7 +5,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,17 +24,16 @@ from conftest import (
 from launching import ROOT, launch, python, sharded
 from safetensors.torch import load_file
 
-from gpt2_accel import from_pretrained, save_pretrained
+from gpt2_accel import from_pretrained, preferences, save_pretrained
 from gpt2_accel.data.conversations import prepare_conversations
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.data.source import open_data
 from gpt2_accel.hf.chat_template import chat_tokenizer
-from gpt2_accel.preferences import Preferences
+from gpt2_accel.preferences import Preferences, answer_log_probabilities, read_reference
 from gpt2_accel.tokenizer import load_tokenizer
 
 RECIPE = "recipes/chat_dpo.py"
-SHAPES = [(1, 4), (2, 1)]  # processes, pairs per backward pass
 BETA = 0.5
 
 
@@ -75,8 +74,24 @@ def settings(tuned, folder, **changes):
 
 # The numbers of TRL
 
-PARITY = {"max_steps": 20, "eval_every": 0, "save_every": 0, "learning_rate": 3e-4}
+UPDATES = 3  # a mistake shows in the first ones; later ones add up rounding
+PARITY = {"max_steps": UPDATES, "eval_every": 0, "save_every": 0, "learning_rate": 3e-4}
 PARITY |= {"lr_schedule": "constant", "warmup_steps": 0, "beta2": 0.95, "max_grad_norm": 1.0}
+# Figures and their names in TRL.
+NAMES = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "reward_chosen": "rewards/chosen",
+    "reward_rejected": "rewards/rejected",
+    "margin": "rewards/margins",
+}
+FIGURES = {f"{split}/{name}" for split in ("train", "val") for name in NAMES}
+ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+# An answer's log-probability is a sum of about 12 terms of 6 nats. A reward is BETA times the
+# difference of two. In fp32 the last bit of a sum above 64 is 2^-17, and four of them may be wrong;
+# in bf16 each term is rounded to 8 bits, up or down.
+FP32 = BETA * 2 * 4 * 2**-17
+BF16 = BETA * (2 * 12) ** 0.5 * 6 * 2**-9
 # ChatML whose last turn has no line break after it, which TRL would train on.
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -87,22 +102,10 @@ TEMPLATE = """\
 """
 
 
-def turn(role, content):
-    return {"role": role, "content": content}
-
-
 def by_trl(trl, tuned, rows, losses, folder):
-    """Trains 20 updates of 4 pairs by TRL, in the order of `rows`; returns their figures."""
+    """Trains updates of 4 pairs by TRL, in the order of `rows`; returns their figures."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    class Recording(trl.DPOTrainer):
-        losses: ClassVar[list[float]] = []
-
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            self.losses.append(loss.item())
-            return loss
 
     tokenizer = AutoTokenizer.from_pretrained(tuned)
     tokenizer.chat_template = TEMPLATE
@@ -112,37 +115,27 @@ def by_trl(trl, tuned, rows, losses, folder):
     options = trl.DPOConfig(
         str(folder), beta=BETA, loss_type=[*losses], loss_weights=[*losses.values()],
         learning_rate=3e-4, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.0,
-        max_grad_norm=1.0, max_steps=20, per_device_train_batch_size=4, max_length=None, bf16=False,
-        gradient_checkpointing=False, logging_steps=1, report_to=[], use_cpu=True,
+        max_grad_norm=1.0, max_steps=UPDATES, per_device_train_batch_size=4, max_length=None,
+        bf16=False, gradient_checkpointing=False, logging_steps=1, report_to=[], use_cpu=True,
         train_sampling_strategy="sequential", save_strategy="no",
     )  # fmt: skip
-    messages = []
-    for row in rows:
-        answers = {name: [turn("assistant", row[name])] for name in ("chosen", "rejected")}
-        messages.append({"prompt": [turn("user", row["prompt"])]} | answers)
-    trainer = Recording(
+    messages = [
+        {name: [{"role": role, "content": row[name]}] for name, role in ROLES.items()}
+        for row in rows
+    ]
+    trainer = trl.DPOTrainer(
         model, reference, options, train_dataset=Dataset.from_list(messages),
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
-    names = {
-        "grad_norm": "grad_norm",
-        "reward_chosen": "rewards/chosen",
-        "reward_rejected": "rewards/rejected",
-        "margin": "rewards/margins",
-        "reward_accuracy": "rewards/accuracies",
-    }
-    rows = []
-    for loss, line in zip(Recording.losses, lines, strict=True):
-        row = {ours: float(line[theirs]) for ours, theirs in names.items()}
-        row["loss"] = loss
-        rows.append(row)
-    return rows
+    return [
+        {f"train/{ours}": float(line[theirs]) for ours, theirs in NAMES.items()} for line in lines
+    ]
 
 
 def in_order(pairs, rows):
-    """Returns the rows of the first 20 updates of 4 pairs, in the order of training."""
+    """Returns the rows of the first updates of 4 pairs, in the order of training."""
     loader = TrainLoader(
         open_data(pairs).split("train"), micro_batch_size=4, seed=1337,
         sequence_length=TokenStream(pairs, "train").sequence_length,
@@ -150,12 +143,22 @@ def in_order(pairs, rows):
     tokenizer = load_tokenizer(pairs / "tokenizer")
     by_prompt = {row["prompt"]: row for row in rows}
     ordered = []
-    for step in range(20):
+    for step in range(UPDATES):
         for batch in loader.update(4 * step, 4):
             for text in tokenizer.batch_decode(batch.input_ids):
                 prompt = re.search(r"user\n(.*?)<\|im_end\|>", text)[1]
                 ordered.append(by_prompt[prompt])
     return ordered
+
+
+def assert_close(lines, expected, tolerance):
+    """Compares the figures of each update, and those of the validation pairs after it."""
+    # The reference is computed in the precision of the training.
+    assert lines[0]["train/margin"] == pytest.approx(0, abs=FP32)
+    for step, (line, other) in enumerate(zip(lines, expected, strict=True)):
+        for name in FIGURES & other.keys():
+            value = pytest.approx(other[name], rel=tolerance, abs=tolerance)
+            assert line[name] == value, (step, name)
 
 
 @pytest.mark.parametrize(
@@ -166,30 +169,16 @@ def in_order(pairs, rows):
         pytest.param({"sigmoid_norm": 1.0}, marks=long),
     ],
 )
-def test_twenty_updates_equal_trl(pairs, tuned, losses, tmp_path):
+def test_the_first_updates_equal_trl(pairs, tuned, losses, tmp_path):
     """TRL has one micro-batch; the second term is a mean over the chosen tokens of all of ours."""
     trl = pytest.importorskip("trl")
     expected = by_trl(trl, tuned, in_order(pairs, pair_rows(60)), losses, tmp_path / "trl")
-    assert len(expected) == 20
-    assert "sft" in losses or expected[0]["loss"] == pytest.approx(math.log(2))
-    assert min(figures["loss"] for figures in expected) < expected[0]["loss"] - 0.04
-    for processes, size in SHAPES:
+    for processes, size in ((1, 4), (2, 1)):
         folder = tmp_path / f"{processes}-{size}"
         changes = {"data_dir": pairs, "micro_batch_size": size, "nll": losses.get("sft", 0)}
         changes |= {"loss_type": next(iter(losses))} | PARITY
-        flags = settings(tuned, folder, **changes)
-        if processes == 1:
-            run_recipe("chat_dpo", *flags)
-        else:
-            launch(RECIPE, *flags, processes=processes)
-        lines = [line for line in metrics(folder) if "train/loss" in line]
-        assert len(lines) == 20
-        for step, (line, theirs) in enumerate(zip(lines, expected, strict=True)):
-            for name, value in theirs.items():
-                if step == 0 and name == "reward_accuracy":  # equal rewards, up to rounding
-                    continue
-                actual = line[f"train/{name}"]
-                assert actual == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
+        launch(RECIPE, *settings(tuned, folder, **changes), processes=processes)
+        assert_close(metrics(folder), expected, FP32)
 
 
 def log_probabilities(model, tokens):
@@ -308,7 +297,7 @@ def test_an_adapter_starts_from_the_reference_and_resumes(pairs, tuned, tmp_path
     changes["resume_from"] = tmp_path / "whole/checkpoint-2"
     run_recipe("chat_dpo", *settings(tuned, tmp_path / "run", **changes))
     lines = metrics(tmp_path / "whole")
-    assert lines[0]["train/loss"] == pytest.approx(math.log(2)) != lines[1]["train/loss"]
+    assert lines[0]["train/loss"] == pytest.approx(math.log(2), abs=FP32) != lines[1]["train/loss"]
     assert losses(metrics(tmp_path / "run")) == losses(lines)[2:]
     assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
 
@@ -339,12 +328,52 @@ def test_other_data_models_and_settings_are_refused_in_the_same_folder(file, tun
 # Several processes and precisions
 
 
+def other_reference(change):
+    return lambda path: {name: change(table) for name, table in read_reference(path).items()}
+
+
+def one_label_later(model, batch, trim):
+    batch = batch._replace(targets=batch.targets.roll(1, dims=1))
+    return answer_log_probabilities(model, batch, trim)
+
+
+# Names in gpt2_accel/preferences.py, and what they are by mistake.
+MISTAKES = [
+    ("F", SimpleNamespace(logsigmoid=lambda margins: F.logsigmoid(-margins))),
+    ("read_reference", other_reference(torch.zeros_like)),
+    ("read_reference", other_reference(lambda table: table.bfloat16().float())),
+    ("answer_log_probabilities", one_label_later),
+    ("Preferences", lambda start, **_: Preferences(start, beta=1.1 * BETA)),
+]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("no", FP32), pytest.param("bf16", BF16, marks=long)]
+)
+def test_a_mistake_shows_in_the_first_updates(
+    precision, tolerance, pairs, tuned, tmp_path, monkeypatch
+):
+    def figures(folder):
+        run_recipe("chat_dpo", *settings(tuned, folder, data_dir=pairs, **PARITY))
+        return metrics(folder)
+
+    expected = figures(tmp_path / "fp32")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    figures(tmp_path / "right")  # stores the reference
+    for number, (name, value) in enumerate(MISTAKES):
+        with monkeypatch.context() as patch:
+            patch.setattr(preferences, name, value)
+            wrong = figures(tmp_path / str(number))
+        with pytest.raises(AssertionError):
+            assert_close(wrong, expected, tolerance)
+
+
 @pytest.mark.parametrize("how", ["bf16", pytest.param("fsdp2", marks=long)])
 def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, tuned, tmp_path):
     def flags(name, **changes):
         data = tmp_path / f"{name}-pairs"
         shutil.copytree(pairs, data, ignore=shutil.ignore_patterns("reference-*"))
-        changes = PARITY | {"data_dir": data, "max_steps": 6, "eval_every": 6} | changes
+        changes = PARITY | {"data_dir": data, "batch_size": 16, "eval_every": 1} | changes
         return settings(tuned, tmp_path / name, **changes)
 
     run_recipe("chat_dpo", *flags("fp32"))
@@ -352,10 +381,5 @@ def test_bf16_and_two_sharded_processes_give_the_figures_of_fp32(how, pairs, tun
         launch("--mixed_precision", "bf16", RECIPE, *flags(how))
     else:
         sharded("tests/fsdp_script.py", *flags(how, micro_batch_size=2), RECIPE="chat_dpo")
-    lines, expected = metrics(tmp_path / how), metrics(tmp_path / "fp32")
-    # The reference is computed with the autocast of the training.
-    assert lines[0]["train/margin"] == expected[0]["train/margin"] == 0
-    tolerance = 2e-2 if how == "bf16" else 1e-5
-    for line, other in zip(lines, expected, strict=True):
-        for name in ("train/loss", "train/margin", "val/loss"):
-            assert line.get(name) == pytest.approx(other.get(name), abs=tolerance), name
+    tolerance = BF16 if how == "bf16" else FP32
+    assert_close(metrics(tmp_path / how), metrics(tmp_path / "fp32"), tolerance)

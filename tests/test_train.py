@@ -17,13 +17,10 @@ from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.models.gpt2 import Block
 from gpt2_accel.train import train
 
-# The losses of ten updates of `tiny_config` with AdamW, fp32 on a CPU.
-GOLDEN = [5.57317, 5.29115, 4.99966, 4.51546, 4.14658, 3.81896, 3.54351, 3.27375, 3.21378, 3.11094]
 
-
-def test_the_first_ten_losses_equal_the_recorded_ones(tiny):
-    metrics = run(tiny(max_steps=10))
-    assert losses(metrics) == pytest.approx(GOLDEN, abs=2e-4)
+def test_the_first_losses_equal_the_recorded_ones(tiny):
+    expected = [5.57317, 5.29115, 4.99966]  # with AdamW, fp32 on a CPU
+    assert losses(run(tiny()))[:3] == pytest.approx(expected, abs=2e-5)
 
 
 def test_validation_covers_every_window_and_bits_per_byte_counts_text_bytes(
@@ -79,7 +76,8 @@ def test_the_residual_stream_has_its_dtype_and_a_run_of_0_5_keeps_fp32(tiny, tmp
 
 
 def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):
-    settings = {"eval_every": 4, "sample_every": 4, "sample_tokens": 40, "save_every": 4}
+    settings = {"eval_every": 2, "sample_every": 2, "sample_tokens": 40, "save_every": 2}
+    settings["max_steps"] = 4
     eager = run(tiny("eager", **settings))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -89,13 +87,13 @@ def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, m
     assert compiled[-1]["val/loss"] == pytest.approx(eager[-1]["val/loss"], abs=1e-5)
     # One graph for training, one for evaluation, none for the 2 x 40 lengths of sampling.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    keys = load_file(tmp_path / "compiled/checkpoint-8/model.safetensors").keys()
-    assert keys == load_file(tmp_path / "eager/checkpoint-8/model.safetensors").keys()
+    keys = load_file(tmp_path / "compiled/checkpoint-4/model.safetensors").keys()
+    assert keys == load_file(tmp_path / "eager/checkpoint-4/model.safetensors").keys()
     # A compiled run resumes eagerly.
     monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
-    from_compiled = tmp_path / "compiled/checkpoint-4"
+    from_compiled = tmp_path / "compiled/checkpoint-2"
     resumed = run(tiny("r", resume_from=str(from_compiled), **settings))
-    assert losses(resumed) == pytest.approx(losses(eager)[4:], abs=1e-5)
+    assert losses(resumed) == pytest.approx(losses(eager)[2:], abs=1e-5)
 
 
 def test_bf16_comes_from_accelerate_and_weights_stay_fp32(tiny, tmp_path, monkeypatch):
@@ -105,7 +103,7 @@ def test_bf16_comes_from_accelerate_and_weights_stay_fp32(tiny, tmp_path, monkey
     # Saving, evaluating and sampling do not change the precision of training.
     often = {"save_every": 2, "eval_every": 2, "sample_every": 2, "sample_tokens": 5}
     assert losses(run(tiny("often", **often))) == bf16
-    assert bf16 == pytest.approx(fp32, abs=0.05)
+    assert bf16[:3] == pytest.approx(fp32[:3], abs=8 * 2**-8)
     assert bf16 != fp32
     tensors = load_file(tmp_path / "bf16/model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}

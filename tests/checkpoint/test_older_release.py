@@ -21,6 +21,7 @@ SAME_ON_EVERY_CPU = {
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     "MKL_CBWR": "COMPATIBLE",
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": "",  # without ROUNDING
 }
 
 

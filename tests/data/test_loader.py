@@ -116,9 +116,10 @@ def test_a_part_that_was_prepared_again_with_another_tokenizer_is_refused(mixed,
 
 
 def test_the_document_mask_changes_the_loss_and_does_not_depend_on_the_micro_batch(tiny):
-    plain = run(tiny("a", eval_every=8))
-    masked = run(tiny("b", eval_every=8, document_mask=True))
-    again = run(tiny("c", eval_every=8, document_mask=True, micro_batch_size=1))
+    settings = {"eval_every": 3, "max_steps": 3, "total_batch_size": 512}
+    plain = run(tiny("a", **settings))
+    masked = run(tiny("b", document_mask=True, **settings))
+    again = run(tiny("c", document_mask=True, micro_batch_size=1, **settings))
     assert losses(masked) != losses(plain)
     assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)

@@ -122,8 +122,9 @@ def test_a_run_on_a_source_resumes_exactly_and_names_its_data(tiny, tmp_path):
 @pytest.mark.parametrize("how", ["two processes", pytest.param("FSDP2", marks=long)])
 def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir, tmp_path):
     """Uneven targets count once, also where a micro-batch has none: a fourth of the windows."""
-    train(tiny("one", eval_every=4), data=own_data)
-    config = tiny_config(data_dir, tmp_path / "two", micro_batch_size=1, eval_every=4)
+    settings = {"max_steps": 3, "eval_every": 3}
+    train(tiny("one", **settings), data=own_data)
+    config = tiny_config(data_dir, tmp_path / "two", micro_batch_size=1, **settings)
     flags = ("tests/seams_script.py", *as_flags(config))
     if how == "FSDP2":
         sharded(*flags, CASE="source")
@@ -134,7 +135,7 @@ def test_a_source_gives_the_same_losses_on_several_processes(how, tiny, data_dir
             [line[name] for line in metrics(tmp_path / folder) if name in line]
             for folder in ("one", "two")
         )
-        assert two == pytest.approx(one, abs=1e-6)
+        assert two == pytest.approx(one, abs=1e-5)
 
 
 @long

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import (
+    assert_close,
     chat_rows,
     contents,
     long,
@@ -35,6 +36,7 @@ from gpt2_accel.hf.safetensors_files import weights_digest
 peft = pytest.importorskip("peft")
 
 ADAPTER = "adapter_model.safetensors"
+MERGED = 5e-5  # a merged weight is the sum of a base's and of a larger product of two matrices
 FLAGS = {
     "lora": 8,
     "lora_dropout": 0.1,
@@ -116,7 +118,7 @@ def test_the_code_of_the_card_opens_the_adapter_and_it_equals_the_merged_model(c
         from_pretrained(chat_run / "adapter"),
         from_pretrained(chat_run),
     ):
-        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+        assert_close(logits(model), expected, MERGED)
     before = logits(from_pretrained(start / "base"))
     assert (expected[..., :257] - before).abs().max() > 1e-3
     assert "lm_head.weight" not in load_file(chat_run / "model.safetensors")
@@ -296,8 +298,7 @@ def test_the_base_stays_and_the_merged_model_equals_the_unmerged(
     final = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     assert final.dtype == torch.float32
     expected = logits(model)
-    limit = 1e-5 * expected.abs().max().item()
-    torch.testing.assert_close(logits(final), expected, atol=limit, rtol=0)
+    assert_close(logits(final), expected, MERGED)
     assert (logits(final) - before).abs().max() > 1e-3
 
 
@@ -312,7 +313,7 @@ def test_new_rows_of_an_untied_head_are_trained(start, tmp_path):
     assert len(rows) == 2
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run", dtype=torch.float32)
     opened = opened_by_its_card(tmp_path / "run/adapter")
-    torch.testing.assert_close(logits(merged), logits(opened), atol=1e-5, rtol=0)
+    assert_close(logits(merged), logits(opened), MERGED)
     for module in (merged.get_input_embeddings(), merged.get_output_embeddings()):
         assert (module.weight[257] - module.weight[258]).abs().max() > 1e-3  # they began equal
 
@@ -330,8 +331,7 @@ def test_an_adapter_is_trained_on_text_and_is_the_base_of_another(start, tmp_pat
     openers = {"first": AutoModelForCausalLM.from_pretrained, "second": from_pretrained}
     for name, opened in openers.items():
         actual = logits(opened(tmp_path / name / "adapter"))
-        expected = logits(from_pretrained(tmp_path / name))
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        assert_close(actual, logits(from_pretrained(tmp_path / name)), MERGED)
     card = (tmp_path / "first/adapter/README.md").read_text()
     assert "resize" not in card
     assert "n_layer: 2" in card  # the default is 12

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import kernel_choices
+from conftest import assert_close, kernel_choices
 from families import own_shape
 
 from gpt2_accel.kernels import attention as module
@@ -44,4 +44,4 @@ def test_model_with_block_masks_equals_the_dense_mask(kind, compiled, monkeypatc
         # Which has a dense mask: it is not called.
         monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *_, **__: 1 / 0)
         forward = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-        torch.testing.assert_close(forward(tokens), dense, atol=1e-5, rtol=1e-4)
+        assert_close(forward(tokens), dense)

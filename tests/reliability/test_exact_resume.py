@@ -87,17 +87,14 @@ def repeatable(path):
 
 
 def test_a_run_resumes_on_any_number_of_processes(tiny, tmp_path, times):
-    settings = {"total_batch_size": 8 * 32, "save_every": 6, "max_steps": 12, "keep_last": 9}
+    settings = {"total_batch_size": 8 * 32, "save_every": 2, "max_steps": 4, "keep_last": 9}
     uninterrupted = losses(run(tiny("whole", **settings)))
     two = tiny("two", micro_batch_size=2, **settings)
     finish(two, processes=2)
-    checkpoint = str(tmp_path / "two/checkpoint-6")
+    checkpoint = str(tmp_path / "two/checkpoint-2")
     for processes, micro_batch_size in ((1, 8), (1, 1), (4, 2))[: times(1, 3)]:
         folder = tmp_path / f"on-{processes}-{micro_batch_size}"
         config = tiny(folder, micro_batch_size=micro_batch_size, resume_from=checkpoint, **settings)
-        if processes == 1:
-            run(config)
-        else:
-            finish(config, processes=processes)
+        finish(config, processes=processes)
         resumed = losses(metrics(folder))
-        assert resumed == pytest.approx(uninterrupted[6:], abs=1e-5), (processes, micro_batch_size)
+        assert resumed == pytest.approx(uninterrupted[2:], abs=1e-5), (processes, micro_batch_size)

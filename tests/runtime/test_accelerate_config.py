@@ -95,7 +95,7 @@ def test_deepspeed_and_megatron_are_refused(name, monkeypatch):
 def test_two_replicas_of_two_shards_train_as_four_shards(optimizer, tiny, tmp_path):
     """HSDP, and its resume to the last bit."""
     replicas = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
-    settings = {"total_batch_size": 256, "micro_batch_size": 1, "save_every": 4}
+    settings = {"total_batch_size": 256, "micro_batch_size": 1, "save_every": 2, "max_steps": 4}
 
     def trained(name, **changes):
         path = written(tmp_path, **({} if name == "shards" else replicas))
@@ -106,5 +106,5 @@ def test_two_replicas_of_two_shards_train_as_four_shards(optimizer, tiny, tmp_pa
 
     expected, actual = trained("shards"), trained("replicas")
     assert actual == pytest.approx(expected, abs=1e-5)
-    checkpoint = str(tmp_path / "replicas/checkpoint-4")
-    assert trained("resumed", resume_from=checkpoint) == actual[4:]
+    checkpoint = str(tmp_path / "replicas/checkpoint-2")
+    assert trained("resumed", resume_from=checkpoint) == actual[2:]

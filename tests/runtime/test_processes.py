@@ -8,8 +8,13 @@ from launching import launch
 def test_losses_do_not_depend_on_processes_and_accumulation(tiny, tmp_path):
     """Alone with accumulation, and on four processes, for which the micro-batch is too large."""
     questions = write_lines(tmp_path / "hellaswag.jsonl", hellaswag_items(7))
-    settings = {"total_batch_size": 8 * 32, "eval_every": 4, "n_positions": 128}
-    settings |= {"sequence_length": 32, "hellaswag_every": 8, "hellaswag_data": str(questions)}
+    settings = {"total_batch_size": 8 * 32, "eval_every": 3, "n_positions": 128}
+    settings |= {
+        "sequence_length": 32,
+        "hellaswag_every": 3,
+        "max_steps": 3,
+        "hellaswag_data": str(questions),
+    }
     alone = run(tiny("alone", micro_batch_size=2, **settings))
     flags = as_flags(tiny("many", micro_batch_size=8, **settings))
     done = launch("tests/train_script.py", *flags, processes=4)

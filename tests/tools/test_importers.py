@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import randomized, refused, run_recipe
+from conftest import assert_close, randomized, refused, run_recipe
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_nanogpt_is_read_and_converted(tmp_path, vocab_size, row
     assert hf.config.vocab_size == vocab_size
     assert hf.config.activation_function == "gelu"
     with torch.no_grad():
-        torch.testing.assert_close(hf(INPUT_IDS).logits, theirs(INPUT_IDS), atol=1e-5, rtol=0)
+        assert_close(hf(INPUT_IDS).logits, theirs(INPUT_IDS))
     assert from_pretrained(out).config == theirs.config
 
 
@@ -219,8 +219,8 @@ def test_a_gguf_file_is_imported(kind, values, tmp_path):
     assert ours.config.architecture == "llama"
     with torch.no_grad():
         expected = theirs(INPUT_IDS).logits
-        torch.testing.assert_close(reopened(INPUT_IDS).logits, expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(ours(INPUT_IDS), expected, atol=1e-4, rtol=0)
+        assert_close(reopened(INPUT_IDS).logits, expected)
+        assert_close(ours(INPUT_IDS), expected)
     tokenizer = load_tokenizer(tmp_path / "hf")
     assert tokenizer.chat_template == TEMPLATE
     text = "to be or not<|endoftext|>"

@@ -134,7 +134,8 @@ def test_a_law_whose_form_does_not_hold_is_not_to_be_extrapolated(shift, sizes):
     assert f"{N} parameters" in estimate_run(config)
     assert config.max_steps * config.total_batch_size == pytest.approx(float(D), rel=0.05)
     best = true_loss(law.values, int(N.replace(",", "")), float(D))
-    assert float(re.search("val/loss ([0-9.]+)", text)[1]) == pytest.approx(best, abs=2e-3)
+    # The printed tokens have three digits.
+    assert float(re.search("val/loss ([0-9.]+)", text)[1]) == pytest.approx(best, abs=3e-3)
     for size in sizes:
         tokens = 1e11 / size.flops_per_token
         assert true_loss(law.values, size.shape.parameter_count, tokens) >= best - 2e-3
