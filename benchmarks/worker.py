@@ -197,7 +197,7 @@ def generate(job: Job, folder: str, gate: Gate) -> None:
     model = model.to(DEVICE).eval()
     convert_parameters(model, AUTOCAST_DTYPES.get(job.precision, torch.float32))
     prompts = torch.randint(model.config.vocab_size, (job.batch_size, 16)).tolist()
-    sampling = Sampling(job.new_tokens, temperature=0)
+    sampling = Sampling(job.new_tokens, temperature=0, compile=job.compile)
     while True:
         for _ in tokens(model, prompts, sampling):
             pass

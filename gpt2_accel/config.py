@@ -79,7 +79,8 @@ class Sampling:
     used.
 
     `top_p` is nucleus sampling (Holtzman et al., 2020). A text that reaches `n_positions` loses its
-    older half, and the KV cache is computed again.
+    older half, and the KV cache is computed again. `compile` is for a single sample: it takes half
+    a minute, and then a busy CPU slows it less.
 
     Raises `ValueError` for a value out of its range.
     """
@@ -91,6 +92,7 @@ class Sampling:
     num_samples: int = setting(1, "continuations of each prompt")
     seed: int = setting(1337, "same seed, same text; the second sample is the first of seed + 1")
     stop: list[str] = setting([], "strings that end a continuation, besides <|endoftext|>")
+    compile: bool = setting(False, "compile the model: for a long text, of one sample")
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -98,6 +100,8 @@ class Sampling:
         )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.compile and self.num_samples > 1:
+            raise ValueError("compile is for one sample: give --num_samples 1")
 
 
 # The sections of `--help`, by the first setting of each. A recipe's own settings come before them.

@@ -43,8 +43,8 @@ def load(
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
     the weights is one of `WEIGHT_DTYPES`, `model_class` and `base` as in `from_pretrained`,
-    `verify` as in `verified_directory`. Raises `FileNotFoundError` if there is no model or
-    tokenizer, and `ValueError` for another dtype or a damaged or unsupported model.
+    `verify` as in `verified_directory`. Raises `FileNotFoundError` if there is no model or tokenizer, and
+    `ValueError` for another dtype or a damaged or unsupported model.
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(WEIGHT_DTYPES)}, got {dtype!r}")
@@ -199,7 +199,12 @@ def tokens(
             rows.append(prompt[-n_positions:])
             generators.append(torch.Generator(model.device).manual_seed(seed + i))
     with evaluating(model):
-        cache = KVCache(model)
+        slots = 0
+        if sampling.compile and len(rows) == 1:
+            longest = max(256, len(rows[0]) + sampling.max_new_tokens)
+            # Few lengths, since each is compiled: powers of two.
+            slots = min(n_positions, 1 << (longest - 1).bit_length())
+        cache = KVCache(model, slots)
         logits = cache.start(rows)
         for left in reversed(range(sampling.max_new_tokens)):
             next_ids = sample_next(logits.float(), sampling, generators)

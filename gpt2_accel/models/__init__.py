@@ -280,14 +280,18 @@ class LanguageModel(nn.Module):
             return attention.document_blocks(documents)
         return document_mask(documents)
 
-    def new_cache(self) -> Any:
+    def new_cache(self, slots: int = 0) -> Any:
         """Returns an empty KV cache, a cache layer of `transformers` for each block.
 
-        For a class of `transformers` it is a cache of that class, or None.
+        With `slots` it has memory for that many tokens, else it grows. For a class of
+        `transformers` it is a cache of that class, or None.
         """
-        from transformers.cache_utils import DynamicLayer
+        from transformers.cache_utils import DynamicLayer, StaticLayer
 
-        return [DynamicLayer() for _ in range(self.config.n_layer)]
+        layers = range(self.config.n_layer)
+        if slots:
+            return [StaticLayer(slots) for _ in layers]
+        return [DynamicLayer() for _ in layers]
 
     def tie_weights(self) -> None:
         """Ties shared parameters again, after `load_state_dict` has assigned them separately."""

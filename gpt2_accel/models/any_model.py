@@ -334,7 +334,7 @@ class AnyModel(LanguageModel):
         aux_loss = outputs.aux_loss.float()
         return loss + self.aux_coefficient * aux_loss, aux_loss.detach()
 
-    def new_cache(self) -> "Cache | None":
+    def new_cache(self, slots: int = 0) -> "Cache | None":
         """Returns an empty KV cache of the class.
 
         Returns None if its forward takes no `DynamicCache`, or no positions, which padding needs.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
+from gpt2_accel.generation import kv_cache
 from gpt2_accel.generation.sampling import Sampling, complete, load, stream, tokens
 from gpt2_accel.models.qwen3 import Qwen3Config
 from gpt2_accel.tokenizer import byte_tokenizer
@@ -101,6 +102,23 @@ def test_a_block_that_ignores_the_cache_is_sampled_without_one(capsys):
     model.h[1].attn = Mean()
     assert ids(model, RAGGED, 60) == [recomputed(model, prompt, 60) for prompt in RAGGED]
     assert "does not put its keys and values into `past`" in capsys.readouterr().err
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Compiles the step of a single sample; a graph break or a recompilation is an error."""
+    torch._dynamo.reset()
+    step = torch.compile(kv_cache.next_logits, dynamic=False, fullgraph=True, backend="eager")
+    monkeypatch.setattr(kv_cache, "compiled", lambda: step)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_compiled_step_gives_the_same_tokens(each_model):
+    """Of several texts, also beyond `n_positions`: nothing of one is left in the next."""
+    for prompt in RAGGED:
+        assert ids(each_model, [prompt], 60, compile=True) == ids(each_model, [prompt], 60)
 
 
 def test_samples_depend_on_their_seed_only(model):
