@@ -42,7 +42,10 @@ class Callback:
         """Before the optimizer's step; the gradients are complete, unscaled and clipped."""
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        """After update `run.step`; `skipped` if it did not change the weights."""
+        """After update `run.step`; `skipped` if it did not change the weights.
+
+        At the start also after `Run.postpone`, `skipped`.
+        """
 
     def on_evaluate(self, run: Run, metrics: dict[str, float]) -> None:
         """After an evaluation."""
@@ -111,7 +114,7 @@ class Figures:
 
 
 class Evaluations:
-    """Runs the evaluations that are due, until one is interrupted.
+    """Runs the evaluations that are due.
 
     `evaluations` are pairs of an interval in updates and an evaluation. The validation loss decides
     on early stopping and the best checkpoint. Raises `Diverged` if it is not finite, `ValueError`
@@ -123,27 +126,17 @@ class Evaluations:
             raise ValueError("give pairs of an interval in updates and a function")
         self.evaluations = evaluations
 
-    def on_train_begin(self, run: Run) -> None:
-        """Makes an evaluation that a stop prevented, and saves the checkpoint with its result."""
-        if run.checkpoint and run.state.val_loss is None and run.due(run.config.eval_every):
-            self.on_step_end(run, skipped=False)
-            run.log.write()
-            save(run, again=True)
-
     def on_step_end(self, run: Run, skipped: bool) -> None:
         for every, evaluation in self.evaluations:
-            if not run.due(every):
-                continue
-            if not run.stopping:
-                loss = run.evaluate(evaluation).get("val/loss")
-                if loss is not None:
-                    if not math.isfinite(loss):
-                        raise Diverged(
-                            f"the run has diverged, val/loss is {loss}: resume from an earlier "
-                            "checkpoint with a lower --learning_rate, or start again with it"
-                        )
+            loss = run.evaluate(evaluation).get("val/loss") if run.due(every) else None
+            if loss is not None:
+                if not math.isfinite(loss):
+                    raise Diverged(
+                        f"the run has diverged, val/loss is {loss}: resume from an earlier "
+                        "checkpoint with a lower --learning_rate, or start again with it"
+                    )
+                if run.state.val_loss is None:  # else counted before the stop
                     run.state.count(loss)
-            run.unevaluated = run.unevaluated or run.stopping
 
 
 class Samples:
@@ -154,7 +147,7 @@ class Samples:
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         config = run.config
-        if run.stopping or not run.due(config.sample_every):
+        if not run.due(config.sample_every):
             return
 
         sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
@@ -200,7 +193,10 @@ class Kept:
             run.stopping |= on_main_process(lambda: run.stop.reason is not None)
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if not self.base or run.stopping or diverged(run):
+        if not self.base or diverged(run):
+            return
+        if run.stopping:  # what is postponed may end the run
+            run.postpone()
             return
         last = not goes_on(run)
         # A forward pass costs a third of a forward and backward pass.

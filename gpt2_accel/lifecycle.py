@@ -23,6 +23,7 @@ from gpt2_accel.hf.lora import merged, set_dtype
 from gpt2_accel.hf.safetensors_files import WEIGHTS
 from gpt2_accel.hf.tensors import check_finite
 from gpt2_accel.models.any_model import AnyModel
+from gpt2_accel.pushes import UPLOADS
 from gpt2_accel.run import Run, call, diverged, goes_on, stops_early
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.device import device_name, peak_flops
@@ -119,7 +120,9 @@ def started(run: Run) -> Iterator[None]:
         gc.disable()  # a rank that collects within an update keeps the others waiting
         stack.callback(gc.enable)
         call(run, "on_train_begin")
-        run.log.write()  # the results before the first update
+        postponed, run.state.postponed = run.state.postponed, []
+        # Also logs what was evaluated before the first update.
+        call(run, "on_step_end", [*postponed, "Checkpoints"], skipped=True)
         rehearse_save(run)
         run.log.resume()
         run.log.bar.unpause()  # the time left is that of updates
@@ -172,8 +175,8 @@ def finish(run: Run) -> bool:
         )
     run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
-    finished = stops_early(run) or (
-        not run.unevaluated and (run.finishing or run.step >= run.updates)
+    finished = not run.state.postponed and (
+        stops_early(run) or run.finishing or run.step >= run.updates
     )
     reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run):
@@ -292,7 +295,8 @@ def is_complete(run: Run) -> bool:
     def has_finished() -> bool:
         status = read_status(run_dir)
         finished = status.get("state") == "finished" and status.get("step") == run.step
-        if not (finished and any(run_dir.glob("model*.safetensors"))):
+        unsent = run.config.push_to_hub and (run_dir / UPLOADS).exists()
+        if unsent or not (finished and any(run_dir.glob("model*.safetensors"))):
             return False
         for file, problem in changed_files(run_dir, MODEL_MANIFEST):
             if file.endswith(".safetensors"):

@@ -11,7 +11,9 @@ from typing import Any
 from gpt2_accel.checkpoint.find import STATE, list_checkpoints
 from gpt2_accel.hf.hub import LAST_CHECKPOINT, link, push, stage
 from gpt2_accel.run import Run
-from gpt2_accel.runtime.files import remove, sentence
+from gpt2_accel.runtime.files import atomic_directory, remove, sentence
+
+UPLOADS = ".uploads"  # in a run's folder; after the run it holds what was not sent
 
 
 class Pushes(AbstractContextManager):
@@ -21,7 +23,8 @@ class Pushes(AbstractContextManager):
     also the model of each checkpoint; `checkpoint` also the training state, in `last-checkpoint/`.
 
     With `hub_revisions` each checkpoint is a revision of the repository, such as `step1000`, with
-    its `state.json`.
+    its `state.json`. Those that were not sent, since the Hub refused them or the process ended,
+    are sent before the next checkpoint, or at the next start.
 
     Hard links keep a checkpoint's files until they are sent. During an upload only the newest
     checkpoint waits, and those that become revisions. A failed upload is printed; it never ends the
@@ -38,10 +41,11 @@ class Pushes(AbstractContextManager):
     def on_train_begin(self, run: Run) -> None:
         if run.accelerator.is_main_process:
             self.run = run
-            self.scratch = run.run_dir / ".uploads"
+            self.scratch = run.run_dir / UPLOADS
             self.repo_id = run.config.push_to_hub or ""
             self.print_line = run.log.print_line
-            remove(self.scratch)  # a process that was killed left it
+            if run.checkpoint and run.resumes_here:
+                self.on_save(run, run.checkpoint)  # a kill may have prevented it
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if self.run is None:
@@ -57,12 +61,14 @@ class Pushes(AbstractContextManager):
                     thread.join(0.1)
         if thread.is_alive():
             self.print_line(
-                f"the upload to {self.repo_id} did not end in time: push again by push_to_hub.py"
+                f"the upload to {self.repo_id} did not end in time: the same command, or "
+                "push_to_hub.py, pushes again"
             )
             self.newest = None
             # The interpreter would join the client's own threads, which may wait forever.
             executors._threads_queues = {}
-        remove(self.scratch)
+        with suppress(OSError):  # it is missing, or holds what was not sent
+            self.scratch.rmdir()
 
     def on_save(self, run: Run, path: Path) -> None:
         config = run.config
@@ -79,31 +85,34 @@ class Pushes(AbstractContextManager):
 
         With the strategy `checkpoint` also pushes the folder `checkpoint`.
         """
-        folder = self.scratch / f"{time.time_ns()}"
+        folder = self.scratch / f"{time.time_ns()}-{tag}"
         try:
-            stage(directory, folder, self.repo_id)
-            if run.config.hub_strategy == "checkpoint":
-                shutil.copytree(checkpoint, folder / LAST_CHECKPOINT, copy_function=link)
-            if tag:
-                link(checkpoint / STATE / "state.json", folder / "state.json")
+            with atomic_directory(folder) as scratch:
+                stage(directory, scratch, self.repo_id)
+                if run.config.hub_strategy == "checkpoint":
+                    shutil.copytree(checkpoint, scratch / LAST_CHECKPOINT, copy_function=link)
+                if tag:
+                    link(checkpoint / STATE / "state.json", scratch / "state.json")
         except (OSError, ValueError) as error:  # a full disk must not end the run
             self.print_line(f"no upload to {self.repo_id}: {sentence(error)}")
             return
         self.newest = folder
-        self.thread = threading.Thread(
-            target=self._upload, args=[folder, tag, self.thread], daemon=True
-        )
+        self.thread = threading.Thread(target=self._upload, args=[self.thread], daemon=True)
         self.thread.start()
 
-    def _upload(self, folder: Path, tag: str, earlier: threading.Thread) -> None:
+    def _upload(self, earlier: threading.Thread) -> None:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()  # they would break the run's progress bar
         if earlier.is_alive():
             earlier.join()
-        if folder == self.newest or (tag and self.newest):
+        for folder in sorted(self.scratch.glob("[0-9]*")):  # also of earlier processes
+            tag = folder.name.partition("-")[2]
             try:
-                self.print_line(f"uploaded to {push(folder, self.repo_id, tag=tag)}")
+                if self.newest and (tag or folder == self.newest):
+                    self.print_line(f"uploaded to {push(folder, self.repo_id, tag=tag)}")
+                    tag = ""
             except OSError as error:
                 self.print_line(str(error))
-        remove(folder)
+            if not tag:
+                remove(folder)

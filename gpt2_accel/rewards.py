@@ -344,7 +344,7 @@ class PolicyGradient:
         if run.config.sample_every and run.step % run.config.sample_every == 0:
             for row in sorted(group, key=lambda row: row.reward)[:: max(1, self.group - 1)]:
                 prompt = row.task.prompt[-1]["content"]
-                run.log.sample(prompt, f"{prompt}\nreward {row.reward:g}: {row.text}")
+                run.log.sample(prompt, f"{prompt}\nreward {row.reward:g}: {row.text}", ahead=1)
 
 
 class Row(NamedTuple):

@@ -84,8 +84,7 @@ class Run:
     `state` is what a checkpoint keeps, `figures` are those of the last update. `schedule` has the
     batch size of each update, and `updates` their number, which differs from `max_steps` with a
     batch-size ramp and after a resume with another batch size. `interrupted()` says whether a rank
-    has to stop; `stopping` is True on all ranks once that is known, and `unevaluated` if an
-    evaluation was due then.
+    has to stop; `stopping` is True on all ranks once that is known.
 
     Raises `ValueError` if the batch does not fit the processes.
     """
@@ -115,7 +114,7 @@ class Run:
     stopping: bool = False
     finishing: bool = False  # a callback ends the run as complete
     finish_reason: str = ""  # of this rank
-    unevaluated: bool = False
+    caller: str = ""  # class of the callback whose `on_step_end` was called last
     reduced: bool = False  # whether the gradients of this update were reduced
     figures: dict[str, float] = field(default_factory=dict)
     figure_names: list[str] | None = None
@@ -154,7 +153,8 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
-        return every > 0 and (self.step % every == 0 or self.finishing or self.step == self.updates)
+        last = self.finishing or self.step == self.updates
+        return every > 0 < self.step and (self.step % every == 0 or last)
 
     def request_stop(self, reason: str = "") -> None:
         """Ends the run with a checkpoint after the next update. One rank is enough."""
@@ -167,6 +167,15 @@ class Run:
         """
         self.finish_reason = reason or "a callback"
         self.state.finish = self.updates
+
+    def postpone(self) -> None:
+        """Notes that a callback leaves out something due, since the run stops.
+
+        The next start calls its `on_step_end` again before the first update, as after a skipped
+        update. `evaluate`, `validate` and `generate` call this if they are interrupted.
+        """
+        self.stopping = True
+        self.state.postponed.append(self.caller)
 
     def request_save(self) -> None:
         """Saves a checkpoint after the next update. One rank is enough."""
@@ -210,15 +219,17 @@ class Run:
     def evaluate(self, evaluation: Evaluation) -> dict[str, float]:
         """Evaluates the model as it is now; logs the results and calls `on_evaluate`.
 
-        Returns the results, empty if interrupted.
+        Returns the results, empty if the run stops: `postpone`.
         """
         with evaluating_optimizer(self.optimizer):
-            results = evaluation(self.accelerator, self.model, self.interrupted)
+            results = (
+                {} if self.stopping else evaluation(self.accelerator, self.model, self.interrupted)
+            )
         if results:
             self.log.evaluation(results)
             call(self, "on_evaluate", metrics=results)
         else:
-            self.stopping = True
+            self.postpone()
         return results
 
     def validate(self, prefix: str = "val/") -> dict[str, float]:
@@ -235,7 +246,7 @@ class Run:
         )
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        """Returns completions by the model as it is now, on all ranks; empty if interrupted.
+        """Returns completions by the model as it is now, on all ranks; empty if the run stops.
 
         The main process generates. Raises `ValueError` for a prompt that cannot be encoded.
         """
@@ -243,7 +254,10 @@ class Run:
         def write(model: LanguageModel) -> list[Completion]:
             return complete(model, self.tokenizer, prompts, sampling, lambda: self.stop.reason)
 
-        return on_plain_model(self, write)
+        completions = [] if self.stopping else on_plain_model(self, write)
+        if prompts and not completions:
+            self.postpone()
+        return completions
 
     def copied_model(self) -> LanguageModel | None:
         """Returns a copy of the model in host memory on the main process, None on the others."""
@@ -257,11 +271,17 @@ class Run:
         on_main_process(lambda: self.files.save(model, Path(directory), describe_training(self)))
 
 
-def call(run: Run, event: str, **arguments: Any) -> None:
-    """Calls the method `event` of the callbacks that have it, in their order."""
+def call(run: Run, event: str, kinds: Sequence[str] | None = None, **arguments: Any) -> None:
+    """Calls the method `event` of the callbacks that have it, in their order.
+
+    If `kinds` is given, only of callbacks of classes with these names.
+    """
     for callback in run.callbacks:
         method = getattr(callback, event, None)
-        if method is not None:
+        kind = type(callback).__name__
+        if method is not None and (kinds is None or kind in kinds):
+            if event == "on_step_end":
+                run.caller = kind
             method(run, **arguments)
 
 

@@ -60,6 +60,7 @@ def resume(run: Run, checkpoint: Path) -> None:
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
         names = vars(run.state).keys() & saved.keys() - {"run_id"}  # 0.6 has no `finish`
         run.state = RunState(**{name: saved[name] for name in names})
+        run.state.postponed = saved.get("postponed", ["Evaluations"])  # 0.6 has only val_loss
         run.state.changes += run.changes.values()
         run.guard.recent = saved["recent"]
         seen = tokens // config.tokens_per_sequence
@@ -69,7 +70,7 @@ def resume(run: Run, checkpoint: Path) -> None:
         run.training_state.load_callbacks(checkpoint, saved, config.ignore_changes)
     run.accelerator.print(f"resumed from {checkpoint}")
     run.resumes_here = checkpoint.resolve().parent == run.run_dir.resolve()
-    if run.resumes_here:
+    if run.resumes_here and not run.state.postponed:  # else it is saved with their results
         run.saved_step = run.step
     # A branch of another run is a run of its own.
     if run.resumes_here or not (checkpoint.parent / "run.json").exists():
@@ -110,18 +111,17 @@ def save_due(run: Run) -> bool:
     return due and run.guard.bad_in_a_row == 0
 
 
-def save(run: Run, *, again: bool = False) -> None:
+def save(run: Run) -> None:
     """Starts to write the checkpoint of this step, after the previous one is written.
 
-    Does nothing if this step's is written already, unless `again`. Raises `OSError` if the run's
-    folder is gone.
+    Does nothing if this step's is written already. Raises `OSError` if the run's folder is gone.
     """
     run.wants_save = False
     run.save_requested = False
     failed, written = on_main_process(lambda: end_write(run))
     if written:  # only now, and no update has told the callbacks
         report_save(run)
-    if run.step == run.saved_step and not (failed or again):
+    if run.step == run.saved_step and not failed:
         return
     metrics = run.run_dir / "metrics.jsonl"
     if run.accelerator.is_main_process and metrics.exists():

@@ -9,11 +9,14 @@ GSM8K. `--reward` is `number` (the last number of the text is that of the answer
 function of your own, `FILE.py:FUNCTION`, which takes (row, text) and returns a number, or None to
 leave the answer out. One task in 20 is held out, of few tasks one in 5. For each of `--batch_size`
 prompts an update samples `--group` answers; the advantage of an answer is its reward less the mean
-of its group. docs/chat.md has a trial. Expected: `train/reward` and `solved/reward` rise;
+of its group. docs/chat.md has a trial. If the chat template prints today's date, tasks have `DATE`:
+a resume on another day sees the same prompts. Expected: `train/reward` and `solved/reward` rise;
 `val/kept` says what the model loses elsewhere.
 """
 
+import re
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 20  # one task in 20, but of few tasks one in 5, up to this number
 MOST_HELD_OUT = 200  # tasks
+DATE = date(2025, 1, 1)
 
 
 @dataclass
@@ -83,6 +87,13 @@ class AtStart:
             run.evaluate(self.evaluation)
 
 
+def with_date(template: str) -> str:
+    """Returns a chat template with `DATE` in place of today's date."""
+    return re.sub(
+        r"""strftime_now\((['"])(.*?)\1\)""", lambda m: repr(DATE.strftime(m[2])), template
+    )
+
+
 def main() -> None:
     config = parse_config(ChatRL)
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
@@ -100,9 +111,10 @@ def main() -> None:
     reward = load_reward(config.reward)
     with main_process_first():
         directory = local_directory(verified_directory(config.init_from))
-        tokenizer = load_tokenizer(directory)
+        tokenizer, dated = load_tokenizer(directory), load_tokenizer(directory)
+        dated.chat_template = with_date(tokenizer.chat_template or "")
         longest = read_config(directory).n_positions - config.max_new_tokens
-        tasks = read_tasks(read_items(config.data), tokenizer, longest, reward)
+        tasks = read_tasks(read_items(config.data), dated, longest, reward)
     held_out = max(len(tasks) // HELD_OUT, min(len(tasks) // 5, HELD_OUT))
     held_out = min(held_out, MOST_HELD_OUT)
     test, practice = tasks[:held_out], tasks[held_out:]
@@ -118,7 +130,7 @@ def main() -> None:
     )
     callbacks: list[object] = []
     if test and config.test_every:
-        solved = Solved(test, reward, tokenizer, config.max_new_tokens)
+        solved = Solved(test, reward, dated, config.max_new_tokens)
         callbacks += [AtStart(solved), Evaluations([(config.test_every, solved)])]
     data = Data(tokenizer, source, name=f"tasks of {Path(config.data).name}", chat=True)
     train(config, data=data, gradients=gradients, callbacks=callbacks)

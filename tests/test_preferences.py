@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ from conftest import (
     weights_digest,
     write_lines,
 )
-from launching import ROOT, launch, python, sharded
+from launching import launch, sharded
 from safetensors.torch import load_file
 
 from gpt2_accel import from_pretrained, preferences, save_pretrained
@@ -261,33 +260,6 @@ def test_a_resume_never_takes_the_checkpoint_as_reference(pairs, tuned, tmp_path
     with refused("log-probabilities of the model that the run began from"):
         run_recipe("chat_dpo", *stopped, "--max_steps", 10)
     assert not list(data.glob("reference-*"))
-
-
-KILLING_SCRIPT = ROOT / "tests/reliability/kill_at_operation.py"
-# Part of a path, and the operations from there on before which a run is killed.
-KILLS = {
-    ".data-": [7, 4, 14, 23, 24],
-    "reference-": [1, 2],
-    "checkpoint-4": [9, 1, 30],
-    "run/.files.": [12, 1, 19, 26, 31],
-}
-
-
-@long
-def test_a_kill_at_each_stage_loses_nothing(file, tuned, tmp_path):
-    run, uninterrupted = tmp_path / "run", tmp_path / "whole"
-    python(RECIPE, *settings(tuned, uninterrupted, data=file, max_steps=6))
-    flags = settings(tuned, run, data=file, max_steps=6)
-    for place, numbers in KILLS.items():
-        for number in numbers:
-            done = python(KILLING_SCRIPT, number, place, RECIPE, *flags, fails=True)
-            assert done.returncode == -signal.SIGKILL, (number, place, done.stderr)
-    python(RECIPE, *flags)
-    assert losses(metrics(run)) == losses(metrics(uninterrupted))
-    assert weights_digest(run) == weights_digest(uninterrupted)
-    [data] = run.glob("data-*")
-    assert not list(run.rglob(".*.partial"))
-    assert len(reference_of(data)) == 2
 
 
 def test_an_adapter_starts_from_the_reference_and_resumes(pairs, tuned, tmp_path):

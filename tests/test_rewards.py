@@ -1,7 +1,7 @@
 """Reinforcement learning from a reward: a loop from the papers, rewards, resumes, processes."""
 
 import json
-import signal
+import shutil
 import sys
 from itertools import combinations, cycle
 from types import SimpleNamespace
@@ -196,6 +196,18 @@ def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file,
     assert read_json(tmp_path / "run/run.json")["parts"]["gradients"].endswith("PolicyGradient")
 
 
+def test_a_template_that_prints_the_time_changes_no_task(chat_model, tasks_file, tmp_path):
+    """As at midnight: another start renders another time."""
+    shutil.copytree(chat_model, tmp_path / "model")
+    path = tmp_path / "model/chat_template.jinja"
+    path.write_text("{{ strftime_now('%d %B %Y %f') }}" + path.read_text())
+    words = flags(tmp_path / "model", tasks_file, tmp_path / "run", max_steps=3)
+    run_recipe("chat_rl", *words)
+    run_recipe("chat_rl", *words, "--max_steps", "4")
+    assert metrics(tmp_path / "run")[-1]["step"] == 4
+    assert "%f" in (tmp_path / "run/chat_template.jinja").read_text()
+
+
 def test_two_processes_begin_with_the_same_answers(chat_model, tasks_file, tmp_path):
     first = []
     for processes in (1, 2):
@@ -205,28 +217,6 @@ def test_two_processes_begin_with_the_same_answers(chat_model, tasks_file, tmp_p
         first.append(metrics(folder)[-1])
     for name in ("loss", "reward", "answer_tokens", "entropy", "grad_norm"):
         assert first[1][f"train/{name}"] == pytest.approx(first[0][f"train/{name}"], abs=1e-6)
-
-
-def test_a_signal_while_it_samples_ends_the_run_with_a_checkpoint(
-    chat_model, tasks_file, tmp_path, monkeypatch
-):
-    practise(chat_model, tasks_file, tmp_path / "whole", max_steps=4)
-    honest = rewards.tokens
-    calls = []
-
-    def killed(*arguments):
-        for ids in honest(*arguments):
-            calls.append(1)
-            if len(calls) == 2 * PROMPTS * NEW + 7:
-                signal.raise_signal(signal.SIGTERM)
-            yield ids
-
-    monkeypatch.setattr(rewards, "tokens", killed)
-    stopped = practise(chat_model, tasks_file, tmp_path / "run", max_steps=4)
-    assert len(stopped) in (2, 3)
-    monkeypatch.setattr(rewards, "tokens", honest)
-    practise(chat_model, tasks_file, tmp_path / "run", max_steps=4, resume_from="latest")
-    assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
 
 
 def outcome(function, *arguments):

@@ -152,6 +152,7 @@ class RunState:
     waited: int = 0  # evaluations since `best`
     finish: int = 0  # a callback ends a run of so many updates or fewer
     changes: list[str] = field(default_factory=list)  # settings that resumes changed
+    postponed: list[str] = field(default_factory=list)  # classes of callbacks, see `Run.postpone`
 
     def count(self, loss: float) -> None:
         """Counts an evaluation, by its validation loss."""

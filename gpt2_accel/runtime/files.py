@@ -223,10 +223,13 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
                 print(f"{folder} is in use by another process: waiting for it", flush=True)
             lock.acquire(timeout=wait)
     except Timeout as error:
-        raise OSError(
+        text = (
             f"{folder} is in use by another process: wait for it to end, or choose another "
             "--output_dir"
-        ) from error
+        )
+        if isinstance(lock, SoftFileLock):  # without flock: filelock frees those of this host only
+            text += f"; if the process and host in {folder / LOCK} are gone, delete that file"
+        raise OSError(text) from error
     held = lock_id(folder)
     try:
         remove_leftovers(folder)
@@ -319,19 +322,29 @@ class JsonLines:
     """
 
     def __init__(self, path: str | Path, last_step: int):
+        self.path = path
         self.entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
-        write_file(path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
-        self._file = open(path, "ab", buffering=2**20)
+        self._open()
 
-    def write(self, entry: dict) -> None:
+    def _open(self) -> None:
+        write_file(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+        self._file = open(self.path, "ab", buffering=2**20)
+
+    def write(self, entry: dict, extend: bool = False) -> None:
         """Appends an entry, with null for numbers that are not finite.
 
-        If the disk is full, the line stays in the buffer.
+        With `extend` the values go to the last of `entries` if that is of the same step. If the
+        disk is full, the line stays in the buffer.
         """
-        finite = dict(entry)
-        for name, value in entry.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                finite[name] = None
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in entry.items()
+        }
+        if extend and self.entries and self.entries[-1]["step"] == entry["step"]:
+            self._file.close()
+            self.entries[-1] |= finite
+            self._open()
+            return
         with suppress(OSError):
             self._file.write(json.dumps(finite).encode() + b"\n")
             self._file.flush()

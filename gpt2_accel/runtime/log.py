@@ -36,8 +36,8 @@ class RunLog(AbstractContextManager):
     A context manager around the run's loop. Writes `metrics.jsonl` and `samples.jsonl` into
     `run_dir`, and shows the progress. If `run_dir` is None, on all processes but the main one, it
     only measures. Opening the files drops the lines after `step`, the number of updates done
-    before, which a resumed run rewrites. If a resumed run evaluates at `step` itself, it adds a
-    line.
+    before, which a resumed run rewrites, and those of a start at step 0. What a resumed run
+    evaluates at `step` itself is added to that line.
 
     `updates` is the length of the run, `tokens_at(step)` the number of tokens in the first `step`
     updates. `full_speed` is the speed at an MFU of 1, in tokens per second, None if unknown.
@@ -64,8 +64,8 @@ class RunLog(AbstractContextManager):
         shown = self.run_dir is not None
         self.bar = Progress("training", self.updates, initial=self.step, shown=shown, **shape)
         if self.run_dir is not None:
-            names = ("metrics.jsonl", "samples.jsonl")
-            self._files = [JsonLines(self.run_dir / name, self.step) for name in names]
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                self._files.append(JsonLines(self.run_dir / name, self.step or -1))
             for line in self._files[0].entries:  # written before a resume
                 self.seconds = line.get("train/seconds", self.seconds)
                 for name, value in line.items():
@@ -172,10 +172,14 @@ class RunLog(AbstractContextManager):
         """Adds metrics to this update's line."""
         self._line |= numbers(metrics)
 
-    def sample(self, prompt: str, text: str) -> None:
-        """Logs and prints a sample."""
-        if self._files:
-            self._files[1].write({"step": self.step, "prompt": prompt, "text": text})
+    def sample(self, prompt: str, text: str, ahead: int = 0) -> None:
+        """Logs and prints a sample, of this step or of the one that is `ahead`.
+
+        Not again at a resume, if a process that was killed has logged it.
+        """
+        entry = {"step": self.step + ahead, "prompt": prompt, "text": text}
+        if self._files and entry not in self._files[1].entries:
+            self._files[1].write(entry)
         self.print_line(f"sample\n{text}\n")
 
     def print_line(self, text: str) -> None:
@@ -187,15 +191,15 @@ class RunLog(AbstractContextManager):
     def write(self) -> dict[str, object]:
         """Writes the metrics of this update, if there are any; returns the line.
 
-        The line has `step` and `tokens`. Its entries `skipped` and `samples` are not numbers.
+        The line has `step` and `tokens`. At a resume it extends that of the checkpoint. Its entries
+        `skipped` and `samples` are not numbers.
         """
         if not self._line:
             return {}
-        line: dict[str, object] = {"step": self.step, "tokens": self.tokens}
-        line.update(self._line)
+        line: dict[str, object] = {"step": self.step, "tokens": self.tokens} | self._line
         self._line = {}
         if self._files:
-            self._files[0].write(line)
+            self._files[0].write(line, extend=True)
         return line
 
 

@@ -50,7 +50,7 @@ class Sums:
 
 class ExactMatch:
     def on_step_end(self, run: Run, skipped: bool) -> None:
-        if run.due(run.config.eval_every) and not run.stopping:
+        if run.due(run.config.eval_every):
             run.evaluate(lambda *_: self.score(run))
 
     def score(self, run: Run) -> dict[str, float]:

@@ -40,7 +40,7 @@ class EMA:
         if not skipped:
             for name, weight in self.weights.items():
                 self.average[name].lerp_(weight, 1 - self.decay)
-        if run.due(run.config.eval_every) and not run.stopping:
+        if run.due(run.config.eval_every):
             with self.in_use():
                 run.validate("ema/")
 

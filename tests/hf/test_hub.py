@@ -1,6 +1,7 @@
 """Uploads and downloads with the real Hub client, against the local server of `hub_server.py`."""
 
 import json
+import random
 import re
 import threading
 
@@ -23,6 +24,7 @@ from gpt2_accel.tokenizer import byte_tokenizer
 from gpt2_accel.train import train
 
 SCRIPT = "tests/train_script.py"
+KILLING_SCRIPT = "tests/reliability/kill_at_operation.py"
 REPO = "user/name"
 
 
@@ -189,6 +191,24 @@ def test_a_failing_upload_never_ends_the_run(tiny, here, capsys, faults, expecte
     assert not here.faults  # each happened
     uploaded = REPO in here.repos and "model.safetensors" in here.files(REPO)
     assert uploaded == (expected == "uploaded to")
+
+
+def test_revisions_that_the_hub_or_a_kill_prevented_are_pushed_later(tiny, user, tmp_path, times):
+    """By the next save or the next start."""
+    server, command = user
+    settings = {"hub_strategy": "end", "hub_revisions": True, "save_every": 2, "keep_last": 1}
+    server.faults += [("POST", "/commit/", 403)] * 4  # all attempts of the first push
+    for moment in (0, *random.Random(0).sample(range(1, 60), times(2, 12))):
+        repo = f"user/killed-{moment}"
+        folder = tmp_path / str(moment)
+        flags = as_flags(tiny(folder, push_to_hub=repo, resume_from="latest", **settings))
+        command(KILLING_SCRIPT, moment, ".checkpoint-4.", SCRIPT, *flags, fails=None)
+        command(SCRIPT, *flags)
+        for step in (2, 4, 6, 8):
+            _, files = server.revision(repo, f"step{step}")
+            assert json.loads(files["state.json"])["step"] == step
+        assert files["model.safetensors"] == server.files(repo)["model.safetensors"]
+        assert not (folder / ".uploads").exists()
 
 
 def test_a_push_replaces_the_old_weights_and_checkpoint_only(tiny, here, tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 from conftest import as_flags, metrics
 from launching import ROOT, Started
 
+from gpt2_accel.runtime.files import read_json_lines
+
 SCRIPT = str(ROOT / "tests/train_script.py")
 KILLING_SCRIPT = str(ROOT / "tests/reliability/kill_at_operation.py")
 
@@ -41,6 +43,16 @@ def killed_before_each(start, step, ends=0) -> Iterator[int]:
         yield number
     assert code == ends
     assert number > 1
+
+
+def repeatable(folder: Path) -> list[list[dict]]:
+    """Returns the lines of a run's metrics and samples, without times and memory."""
+    files = [read_json_lines(folder / name) for name in ("metrics.jsonl", "samples.jsonl")]
+    for line in files[0]:
+        for name in [*line]:
+            if name.endswith(("_per_second", "/seconds", "/memory_gb")):
+                del line[name]
+    return files
 
 
 def log_of(config) -> str:

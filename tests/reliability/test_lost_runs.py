@@ -15,23 +15,32 @@ from conftest import (
     assert_status,
     contents,
     long,
-    losses,
     metrics,
     refused,
+    reset_accelerate,
     run,
     status,
     tiny_config,
-    weights_digest,
 )
-from interrupted import KILLING_SCRIPT, SCRIPT, killed_before_each, last_step, log_of, start
+from interrupted import (
+    KILLING_SCRIPT,
+    SCRIPT,
+    killed_before_each,
+    last_step,
+    log_of,
+    repeatable,
+    start,
+)
 from launching import ROOT, launch, python, wait_for
 
-from gpt2_accel.callbacks import Evaluations
+from gpt2_accel.callbacks import Evaluations, Samples
 from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints, model_directory
 from gpt2_accel.data.shards import HEADER
+from gpt2_accel.evals import kept
 from gpt2_accel.runtime import log
 from gpt2_accel.runtime.files import lock_folder
 from gpt2_accel.runtime.signals import ECHO
+from gpt2_accel.train import train
 
 
 def test_a_second_start_waits_for_the_first_and_changes_nothing(tiny, tmp_path):
@@ -110,31 +119,43 @@ def test_a_kill_in_a_run_that_diverges_loses_no_checkpoint(tiny, tmp_path):
     assert "resume from checkpoint-6" in status(last_run)["reason"]
 
 
-def validation_losses(lines: list[dict]) -> list[tuple[int, float]]:
-    return [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
+@pytest.mark.parametrize(
+    ("owner", "name", "step"),
+    [
+        (Evaluations, "on_step_end", 3),
+        (Evaluations, "on_step_end", 6),
+        (Samples, "on_step_end", 6),
+        (kept, "sample_base", 0),
+    ],
+)
+def test_what_a_signal_prevents_is_made_at_the_next_start(
+    owner, name, step, chat_base, tiny, tmp_path, monkeypatch
+):
+    """Also the last evaluation, which ends the run early."""
+    settings = {"eval_every": 2, "sample_every": 3, "save_every": 4, "eval_tokens": 512}
+    settings |= {"sample_prompts": ["a"], "learning_rate": 0.0, "patience": 2}
+    settings |= {"init_from": str(chat_base), "n_positions": 128, "total_batch_size": 4 * 128}
 
+    def go(folder):
+        reset_accelerate()
+        own = Evaluations([(3, lambda _, __, stops: {} if stops() else {"own/metric": 1.0})])
+        train(tiny(folder, resume_from="latest", **settings), callbacks=[own])
+        return repeatable(tmp_path / folder)
 
-def test_an_evaluation_that_a_signal_prevented_is_made_after_the_resume(tiny, monkeypatch):
-    """That of the last update: a run without it is not finished."""
-    settings = {"eval_every": 4, "save_every": 4, "eval_tokens": 512, "resume_from": "latest"}
-    expected = run(tiny("whole", **settings))
-    honest = Evaluations.on_step_end
-
-    def evaluate(self, run, skipped):
-        if run.step == 8:
+    def killed(*arguments, **named):
+        if step == getattr(arguments[1], "step", 0):
             os.kill(os.getpid(), signal.SIGTERM)
-        honest(self, run, skipped)
+        return honest(*arguments, **named)
 
-    monkeypatch.setattr(Evaluations, "on_step_end", evaluate)
-    config = tiny("stopped", **settings)
-    lines = run(config)
-    monkeypatch.undo()
-    assert lines[-1]["step"] == 8
-    assert "val/loss" not in lines[-1]
-    assert status(config.output_dir)["state"] == "stopped"
-    assert losses(run(config)) == losses(expected)
-    assert validation_losses(metrics(config.output_dir)) == validation_losses(expected)
-    assert status(config.output_dir)["state"] == "finished"
+    honest = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        go("stopped")
+    assert_status(tmp_path / "stopped", state="stopped", step=step)
+    expected = go("whole")
+    assert expected[0][-1].keys() >= {"val/kept", "val/loss", "own/metric"}
+    assert go("stopped") == expected
+    assert_status(tmp_path / "stopped", state="finished")
 
 
 @long
@@ -211,28 +232,6 @@ def test_a_run_whose_process_was_killed_asks_for_a_requeue(tiny, tmp_path, rank,
     os.kill(process.pids[rank], signal.SIGKILL)
     process.wait(60)
     assert_status(tmp_path / "run", state=state, requeue=True)
-
-
-def test_a_resume_after_a_dropped_update_is_exact(tiny, tmp_path, monkeypatch, before_update):
-    """Two signals arrive within an update of 32 micro-batches."""
-    settings = {"micro_batch_size": 1, "total_batch_size": 32 * 32, "max_steps": 6}
-    settings |= {"dropout": 0.1, "resume_from": "latest"}
-    uninterrupted = losses(run(tiny("whole", **settings)))
-    config = tiny("run", **settings)
-    stops = {2, 3}
-
-    def stop(step):
-        if step in stops:
-            stops.remove(step)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before_update(stop)
-    for step in (2, 3):
-        run(config)
-        assert_status(tmp_path / "run", state="stopped")
-        assert last_step(tmp_path / "run") == step
-    assert losses(run(config)) == uninterrupted
-    assert weights_digest(tmp_path / "run") == weights_digest(tmp_path / "whole")
 
 
 def test_ranks_with_different_settings_are_refused(tiny):

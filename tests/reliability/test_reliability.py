@@ -4,10 +4,7 @@
 """
 
 import math
-import random
 import shutil
-import signal
-import time
 
 import pytest
 from conftest import (
@@ -16,7 +13,6 @@ from conftest import (
     long,
     losses,
     make_text,
-    metrics,
     refused,
     run,
     status,
@@ -25,7 +21,7 @@ from conftest import (
     write_lines,
 )
 from families import save_family
-from interrupted import KILLING_SCRIPT, SCRIPT, finish, killed_before_each, last_step, start
+from interrupted import KILLING_SCRIPT, SCRIPT, killed_before_each, last_step
 from launching import ROOT, python
 
 import gpt2_accel.lifecycle as lifecycle
@@ -34,36 +30,6 @@ from gpt2_accel.checkpoint.find import find_checkpoint, find_corruption, list_ch
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.source import verify_data
 from gpt2_accel.runtime.files import digest
-
-
-@long
-def test_a_run_killed_at_random_times_equals_an_uninterrupted_one(tiny, tmp_path, times):
-    kills = times(2, 60)
-    rng = random.Random(0)
-    settings = {"max_steps": times(100, 5000), "save_every": 7, "dropout": 0.1}
-    settings |= {"resume_from": "latest", "eval_every": 50}
-    config = tiny("killed", **settings)
-    killed = 0
-    for _ in range(kills):
-        before = last_step(tmp_path / "killed")
-        process = start(config)
-        while last_step(tmp_path / "killed") <= before and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:  # the run had ended before the kill
-            break
-        killed += 1
-    assert killed >= times(1, 50)
-    # In other processes with the same number of threads, which determines the order of additions.
-    finish(config)
-    config = tiny("whole", **settings)
-    finish(config)
-    assert weights_digest(tmp_path / "killed") == weights_digest(tmp_path / "whole")
-    resumed = metrics(tmp_path / "killed")
-    uninterrupted = metrics(tmp_path / "whole")
-    assert losses(resumed) == losses(uninterrupted)
-    assert [entry["step"] for entry in resumed] == [entry["step"] for entry in uninterrupted]
 
 
 @pytest.mark.parametrize("lora", [0, pytest.param(4, marks=long)])

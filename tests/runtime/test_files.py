@@ -6,6 +6,7 @@ import io
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -155,6 +156,35 @@ def test_a_lock_has_another_id_in_a_new_folder_and_a_waiter_gets_it_when_it_ends
         held.wait()
         with lock_folder(folder, wait=30):
             holder.join()
+
+
+WITHOUT_FLOCK = """
+import errno, fcntl, sys, time
+from gpt2_accel.runtime.files import lock_folder
+def flock(*_): raise OSError(errno.ENOSYS, "Function not implemented")
+fcntl.flock = flock
+with lock_folder(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_without_flock_a_lock_that_a_kill_left_is_taken_over_on_its_host_only(tmp_path):
+    def start(seconds):
+        command = [sys.executable, "-c", WITHOUT_FLOCK, tmp_path / "run", str(seconds)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    first = start(60)
+    assert first.stdout.readline() == "held\n"
+    lock = tmp_path / "run/.lock"
+    record = lock.read_text()
+    assert "is in use by another process" in start(0).communicate()[1]
+    first.kill()
+    first.communicate()
+    lock.write_text(record.replace(socket.gethostname(), "elsewhere"))
+    assert f"host in {lock} are gone, delete that file" in start(0).communicate()[1]
+    lock.write_text(record)
+    assert start(0).communicate()[0] == "held\n"
 
 
 def hold(folder, held):
