@@ -153,8 +153,9 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
-        last = self.finishing or self.step == self.updates
-        return every > 0 < self.step and (self.step % every == 0 or last)
+        if every == 0 or self.step == 0:
+            return False
+        return self.step % every == 0 or self.finishing or self.step == self.updates
 
     def request_stop(self, reason: str = "") -> None:
         """Ends the run with a checkpoint after the next update. One rank is enough."""
