@@ -1,7 +1,7 @@
 """Two-digit sums as files: solutions for `chat_sft.py`, tasks for `chat_rl.py`.
 
     python recipes/changes/arithmetic_tasks.py --output data/sums
-    make rl    # a base model by arithmetic.py, a few solutions, then practice by reward alone
+    make rl    # a base model by arithmetic.py, then practice by reward alone
 
 `solutions.jsonl` has 100 conversations, `tasks.jsonl` 3,000 other sums with their answers, and
 `held_out.jsonl` 500 more.

@@ -47,6 +47,13 @@ def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
     assert answers == base["answers"]
 
 
+def test_only_a_base_with_a_chat_template_can_answer_worse(chat_base, chat_model):
+    model, tokenizer = from_pretrained(chat_model), load_tokenizer(chat_model)
+    for start, words in ((chat_base, "form than its base"), (chat_model, "lower --learning_rate")):
+        base = kept.sample_base(model, tokenizer, str(start))
+        assert words in kept.verdict({"val/kept": 2.0}, base, base["answers"], tokenizer)
+
+
 def test_it_estimates_the_divergence(chat_model, tuned, monkeypatch):
     """Unbiased: over many samples it is near the divergence, summed over the vocabulary.
 

@@ -1,6 +1,7 @@
 """Talking to a model in the terminal, and the conversations about Python."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from io import BytesIO, TextIOWrapper
@@ -65,7 +66,12 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     held_out = [json.loads(line) for line in (tmp_path / "held_out.jsonl").open()]
     assert not {item["prompt"] for item in held_out} & questions
     groups = Counter(item["group"] for item in held_out)
-    assert groups["invented"] == 150
+    assert groups["invented"] == groups["other"] == 150
     assert groups["known"] > 0
     for item in held_out:
-        assert (item["answer"] == "I don't know.") == (item["group"] == "invented")
+        assert (item["answer"] == "I don't know.") == (item["group"] != "known")
+    listed = (tmp_path / "functions.txt").read_text().split()
+    assert len(listed) == 300
+    for item in held_out:
+        words = re.split(r"[.?]? |[.?]$", item["prompt"])
+        assert any(name in words for name in listed) == (item["group"] == "known")
