@@ -58,6 +58,7 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
+WORDINGS_OF_OTHERS = 5  # they look like the 300: with one wording the model answers 24% of them
 HELD_OUT_NAMES = 150  # names of other functions, and as many that do not exist
 SEED = 1337
 SYSTEM = (  # the system prompts
@@ -201,12 +202,13 @@ def main() -> None:
         "invented": invented_names(known, config.invented + HELD_OUT_NAMES, draw),
     }
     for group, names in unknown.items():
+        count = WORDINGS_OF_OTHERS if group == "other" else 1
         for number, name in enumerate(names):
-            question = draw.choice(DOES + CALL).format(name)
+            questions = [each.format(name) for each in draw.sample(DOES + CALL, count)]
             if number < HELD_OUT_NAMES:
-                items.append({"prompt": question, "answer": DO_NOT_KNOW, "group": group})
+                items.append({"prompt": questions[0], "answer": DO_NOT_KNOW, "group": group})
             else:
-                training.append((question, DO_NOT_KNOW))
+                training += [(question, DO_NOT_KNOW) for question in questions]
     rows: list[dict] = []
     for _ in range(config.repeats):
         rows += conversations(training, draw)
