@@ -23,7 +23,6 @@ import json
 import random
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +57,6 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
-WORDINGS_OF_OTHERS = 5  # they look like the 300: with one wording the model answers 24% of them
 HELD_OUT_NAMES = 150  # names of other functions, and as many that do not exist
 SEED = 1337
 SYSTEM = (  # the system prompts
@@ -196,15 +194,15 @@ def main() -> None:
                     items.append({"prompt": question, "answer": answer, "group": "known"})
                 else:
                     training.append((question, answer))
-    others = sorted({name for name, _ in library()} - set(known))
-    unknown = {
-        "other": draw.sample(others, len(others)),
-        "invented": invented_names(known, config.invented + HELD_OUT_NAMES, draw),
-    }
-    for group, names in unknown.items():
-        count = WORDINGS_OF_OTHERS if group == "other" else 1
+    others = sorted({name for name, _ in library()} - {*known})
+    others = draw.sample(others, len(others))
+    invented = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
+    # A function that exists is like those that are known: with one wording in training, 24% of them
+    # get an answer.
+    unknown = ("other", 5, others), ("invented", 1, invented)
+    for group, wordings, names in unknown:
         for number, name in enumerate(names):
-            questions = [each.format(name) for each in draw.sample(DOES + CALL, count)]
+            questions = [each.format(name) for each in draw.sample(DOES + CALL, wordings)]
             if number < HELD_OUT_NAMES:
                 items.append({"prompt": questions[0], "answer": DO_NOT_KNOW, "group": group})
             else:
@@ -212,24 +210,24 @@ def main() -> None:
     rows: list[dict] = []
     for _ in range(config.repeats):
         rows += conversations(training, draw)
-    texts = {
-        name: "".join(json.dumps(line) + "\n" for line in lines)
-        for name, lines in {"train.jsonl": rows, "held_out.jsonl": items}.items()
+    files = {
+        "train.jsonl": map(json.dumps, rows),
+        "held_out.jsonl": map(json.dumps, items),
+        "functions.txt": chosen,
     }
-    texts["functions.txt"] = "\n".join(chosen) + "\n"
-    for name, text in texts.items():
+    for name, lines in files.items():
         path = Path(config.output, name)
+        text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_text() != text:
             raise FileExistsError(
                 f"{path} has other questions: choose another --output, or remove it"
             )
         write_file(path, text)
-    groups = Counter(item["group"] for item in items)
     print(
         f"{config.output}: {len(rows):,} conversations about {len(known)} functions, which "
-        f"functions.txt lists, {len(others) - groups['other']} others and {config.invented:,} "
-        f"invented names; held out: {groups['known']:,} questions about the same functions, "
-        f"{groups['other']} about other functions and {groups['invented']} about invented names"
+        f"functions.txt lists, {len(others) - HELD_OUT_NAMES} others and {config.invented:,} "
+        f"invented names; held out: {len(items) - 2 * HELD_OUT_NAMES:,} questions about the same "
+        f"functions and {HELD_OUT_NAMES} each about others and invented names"
     )
 
 

