@@ -21,7 +21,7 @@ quickstart: .venv/installed  ## train a small model on the Python standard libra
 # The launcher's exit code is 0 after a run that a signal stopped, too.
 FINISHED := grep -q '"state": "finished"'
 
-chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 13 minutes of CPU time
+chat: .venv/installed  ## a model that answers questions about Python's library: train, fine-tune, measure, in 8 minutes of CPU time
 	$(LAUNCH) recipes/quickstart.py --config recipes/chat_base.yaml
 	@$(FINISHED) runs/chat_base/status.json
 	$(BIN)/python recipes/python_conversations.py --output data/python_questions

@@ -197,8 +197,7 @@ def main() -> None:
     others = sorted({name for name, _ in library()} - {*known})
     others = draw.sample(others, len(others))
     invented = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
-    # A function that exists is like those that are known: with one wording in training, 24% of them
-    # get an answer.
+    # Other functions look like those that are known: they need more questions (docs/chat.md).
     unknown = ("other", 5, others), ("invented", 1, invented)
     for group, wordings, names in unknown:
         for number, name in enumerate(names):
