@@ -5,12 +5,14 @@
 
 There are two questions about each of 300 functions: what it does, answered by the first sentence of
 its docstring, and how to call it, answered by its signature. Each question has six wordings; two of
-them, drawn for each function, are held out. Questions about functions that do not exist have the
-answer "I don't know."; some of these names are held out. Each question comes in 12 conversations,
-after different questions: otherwise the model memorizes the order of the answers.
+them, drawn for each function, are held out. Questions about the library's other functions, and
+about functions that do not exist, have the answer "I don't know."; some of these names are held
+out. Each question comes in 12 conversations, after different questions: otherwise the model
+memorizes the order of the answers.
 
-Writes `train.jsonl` with `messages`, and `held_out.jsonl` for `evaluate.py --tasks chat`, with the
-groups `known` and `invented`. The docstrings are part of Python, under the PSF License Agreement,
+Writes `train.jsonl` with `messages`, `held_out.jsonl` for `evaluate.py --tasks chat`, with the
+groups `known`, `other` and `invented`, and `functions.txt`, which lists the 300 functions. The
+docstrings are part of Python, under the PSF License Agreement,
 https://docs.python.org/3/license.html. They differ between versions of Python, and so do the
 results of `make chat`.
 """
@@ -55,7 +57,7 @@ CALL = (
     "I want to use {}. What do I pass to it?",
 )
 HELD_OUT = 2  # wordings of each question
-HELD_OUT_NAMES = 150  # names of functions that do not exist
+HELD_OUT_NAMES = 150  # names of other functions, and as many that do not exist
 SEED = 1337
 SYSTEM = (  # the system prompts
     "You answer questions about Python's standard library.",
@@ -78,17 +80,15 @@ DO_NOT_KNOW = "I don't know."
 class PythonConversations:
     output: str = setting("data/python_questions", "folder to write")
     functions: int = setting(300, "functions to ask about")
-    invented: int = setting(1200, "names of functions that do not exist, for training")
+    invented: int = setting(500, "names of functions that do not exist, for training")
     repeats: int = setting(12, "conversations per question")
 
     def __post_init__(self) -> None:
         check_ranges(self, positive="functions invented repeats")
 
 
-def documented() -> dict[str, tuple[str, str | None]]:
-    """Returns the functions of `MODULES` with a docstring, by name: its first sentence, which no
-    other function has, and `signature`."""
-    found: dict[str, tuple[str, str | None]] = {}
+def library() -> Iterator[tuple[str, Callable[..., object]]]:
+    """Yields the public functions of `MODULES`, with their names."""
     for module in MODULES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # some are deprecated
@@ -100,9 +100,17 @@ def documented() -> dict[str, tuple[str, str | None]]:
             home = defined_in.split(".")[0].lstrip("_")
             if home != module.split(".")[0] and home not in BUILT_IN:
                 continue  # imported from another module
-            sentence = first_sentence(inspect.getdoc(member) or "")
-            if sentence and all(sentence != other for other, _ in found.values()):
-                found[f"{module}.{name}"] = sentence, signature(f"{module}.{name}", member)
+            yield f"{module}.{name}", member
+
+
+def documented() -> dict[str, tuple[str, str | None]]:
+    """Returns the functions of `MODULES` with a docstring, by name: its first sentence, which no
+    other function has, and `signature`."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for name, member in library():
+        sentence = first_sentence(inspect.getdoc(member) or "")
+        if sentence and all(sentence != other for other, _ in found.values()):
+            found[name] = sentence, signature(name, member)
     return found
 
 
@@ -186,28 +194,39 @@ def main() -> None:
                     items.append({"prompt": question, "answer": answer, "group": "known"})
                 else:
                     training.append((question, answer))
-    names = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
-    for number, name in enumerate(names):
-        question = draw.choice(DOES + CALL).format(name)
-        if number < HELD_OUT_NAMES:
-            items.append({"prompt": question, "answer": DO_NOT_KNOW, "group": "invented"})
-        else:
-            training.append((question, DO_NOT_KNOW))
+    others = sorted({name for name, _ in library()} - {*known})
+    others = draw.sample(others, len(others))
+    invented = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
+    # Other functions look like those that are known: they need more questions (docs/chat.md).
+    unknown = ("other", 5, others), ("invented", 1, invented)
+    for group, wordings, names in unknown:
+        for number, name in enumerate(names):
+            questions = [each.format(name) for each in draw.sample(DOES + CALL, wordings)]
+            if number < HELD_OUT_NAMES:
+                items.append({"prompt": questions[0], "answer": DO_NOT_KNOW, "group": group})
+            else:
+                training += [(question, DO_NOT_KNOW) for question in questions]
     rows: list[dict] = []
     for _ in range(config.repeats):
         rows += conversations(training, draw)
-    for name, lines in {"train.jsonl": rows, "held_out.jsonl": items}.items():
+    files = {
+        "train.jsonl": map(json.dumps, rows),
+        "held_out.jsonl": map(json.dumps, items),
+        "functions.txt": chosen,
+    }
+    for name, lines in files.items():
         path = Path(config.output, name)
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(f"{line}\n" for line in lines)
         if path.exists() and path.read_text() != text:
             raise FileExistsError(
                 f"{path} has other questions: choose another --output, or remove it"
             )
         write_file(path, text)
     print(
-        f"{config.output}: {len(rows):,} conversations about {len(known)} functions and "
-        f"{config.invented:,} invented names; held out: {len(items) - HELD_OUT_NAMES:,} questions "
-        f"about the same functions and {HELD_OUT_NAMES} about other invented names"
+        f"{config.output}: {len(rows):,} conversations about {len(known)} functions, which "
+        f"functions.txt lists, {len(others) - HELD_OUT_NAMES} others and {config.invented:,} "
+        f"invented names; held out: {len(items) - 2 * HELD_OUT_NAMES:,} questions about the same "
+        f"functions and {HELD_OUT_NAMES} each about others and invented names"
     )
 
 

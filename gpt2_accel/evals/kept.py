@@ -87,6 +87,7 @@ def sample_base(
     return {
         "texts": texts,
         "nats": sample_nats(model, texts),
+        "learns_chat": tokenizer.chat_template is not None and not chat,
         "prompts": prompts,
         "answers": answers(model, tokenizer, prompts),
     }
@@ -137,7 +138,9 @@ def verdict(
     """
     nats = results["val/kept"]
     words = "still answers as before"
-    if nats > LOSES:
+    if nats > KEEPS and base.get("learns_chat"):
+        words = "writes in another form than its base, which had no chat template"
+    elif nats > LOSES:
         words = "no longer answers as before: lower --learning_rate, or take fewer --epochs"
     elif nats > KEEPS:
         words = "answers in another form, and may have lost knowledge: compare its answers"

@@ -1,10 +1,9 @@
-"""Two-digit sums as files: solutions for `chat_sft.py`, tasks for `chat_rl.py`.
+"""Two-digit sums as files of tasks for `chat_rl.py`.
 
     python recipes/changes/arithmetic_tasks.py --output data/sums
-    make rl    # a base model by arithmetic.py, a few solutions, then practice by reward alone
+    make rl    # a base model by arithmetic.py, then practice by reward alone
 
-`solutions.jsonl` has 100 conversations, `tasks.jsonl` 3,000 other sums with their answers, and
-`held_out.jsonl` 500 more.
+`tasks.jsonl` has 3,000 sums with their answers, `held_out.jsonl` 500 others.
 """
 
 import json
@@ -16,7 +15,7 @@ from gpt2_accel import cli
 from gpt2_accel.config import parse_config, setting
 from gpt2_accel.runtime.files import write_file
 
-SIZES = {"solutions": 100, "tasks": 3000, "held_out": 500}
+SIZES = {"tasks": 3000, "held_out": 500}
 
 
 @dataclass
@@ -28,13 +27,10 @@ def main() -> None:
     folder = Path(parse_config(Tasks).output)
     numbers = random.Random(3).sample(range(100 * 100), sum(SIZES.values()))
     for name, size in SIZES.items():
-        rows = []
+        text = ""
         for a, b in (divmod(numbers.pop(), 100) for _ in range(size)):
-            prompt, answer = f"{a:02d}+{b:02d}=", f"{a + b:03d}"
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-            task = {"prompt": prompt, "answer": answer}
-            rows.append({"messages": turns} if name == "solutions" else task)
-        write_file(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            text += json.dumps({"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}) + "\n"
+        write_file(folder / f"{name}.jsonl", text)
 
 
 if __name__ == "__main__":

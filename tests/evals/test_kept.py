@@ -22,7 +22,7 @@ def reference(directory, texts):
     return found
 
 
-def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
+def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_base, chat_model, tuned):
     tokenizer = load_tokenizer(chat_model)
     base = kept.sample_base(from_pretrained(chat_model), tokenizer, str(chat_model))
     ends = {256, tokenizer.eos_token_id}  # bytes' <|endoftext|>, and the end of a turn
@@ -45,6 +45,9 @@ def test_kept_is_the_mean_difference_of_the_sampled_tokens(chat_model, tuned):
     same, answers = kept.compare(from_pretrained(chat_model), tokenizer, base)
     assert same["val/kept"] == 0
     assert answers == base["answers"]
+    # A base without a chat template did not answer.
+    base = kept.sample_base(from_pretrained(chat_model), tokenizer, str(chat_base))
+    assert "lower" not in kept.verdict({"val/kept": 9.0}, base, answers, tokenizer)
 
 
 def test_it_estimates_the_divergence(chat_model, tuned, monkeypatch):

@@ -3,6 +3,7 @@
 EMA, the mixture of experts and the other optimizer have a state of their own: they resume exactly.
 """
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from gpt2_accel import GPT, GPTConfig, save_pretrained
 from gpt2_accel.data.loader import Batch
 from gpt2_accel.generation.sampling import Sampling, complete, load
+from gpt2_accel.hf.chat_template import end_of_turn
 from gpt2_accel.train import train
 
 
@@ -158,3 +160,12 @@ def test_another_optimizer_resumes_exactly(change, tmp_path):
     checkpoint = str(tmp_path / "run/checkpoint-4")
     resumed = change("optimizer", "resumed", with_lion, resume_from=checkpoint)
     assert losses(resumed) == losses(uninterrupted)[4:]
+
+
+def test_sums_forget_carries_to_the_tens_and_are_conversations():
+    recipe = load_recipe("changes/arithmetic")
+    tokenizer = recipe.sums(recipe.Arithmetic()).tokenizer
+    for ids, _ in map(recipe.Sums(tokenizer, 0, 99, 1.0).__getitem__, range(99)):
+        a, b, result = map(int, re.split("[+=]", tokenizer.decode(ids)))
+        assert result == a + b - 10 * (a % 10 + b % 10 > 9)
+    assert end_of_turn(tokenizer, "sums")

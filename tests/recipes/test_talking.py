@@ -65,7 +65,8 @@ def test_conversations_about_python_hold_out_wordings_and_names(tmp_path):
     held_out = [json.loads(line) for line in (tmp_path / "held_out.jsonl").open()]
     assert not {item["prompt"] for item in held_out} & questions
     groups = Counter(item["group"] for item in held_out)
-    assert groups["invented"] == 150
+    assert groups["invented"] == groups["other"] == 150
     assert groups["known"] > 0
     for item in held_out:
-        assert (item["answer"] == "I don't know.") == (item["group"] == "invented")
+        assert (item["answer"] == "I don't know.") == (item["group"] != "known")
+    assert len((tmp_path / "functions.txt").read_text().split()) == 300
