@@ -199,9 +199,9 @@ def main() -> None:
     invented = invented_names(known, config.invented + HELD_OUT_NAMES, draw)
     # Other functions look like those that are known: they need more questions (docs/chat.md).
     unknown = ("other", 5, others), ("invented", 1, invented)
-    for group, wordings, names in unknown:
+    for group, asked, names in unknown:
         for number, name in enumerate(names):
-            questions = [each.format(name) for each in draw.sample(DOES + CALL, wordings)]
+            questions = [each.format(name) for each in draw.sample(DOES + CALL, asked)]
             if number < HELD_OUT_NAMES:
                 items.append({"prompt": questions[0], "answer": DO_NOT_KNOW, "group": group})
             else:
