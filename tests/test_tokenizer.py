@@ -7,6 +7,7 @@ import tiktoken
 from conftest import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import table
 from tokenizers import (
     AddedToken,
     Regex,
@@ -188,36 +189,24 @@ def sentencepiece(*prefix):
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<bos>", eos_token="<eos>")
 
 
-LETTERS = [97, 98, 32, 99], [100]
-BEFORE = [256, *LETTERS[0], 256, *LETTERS[1]]
 LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>")
 
 
-# Name -> a tokenizer; the ids of the documents "ab c" and "d" in the data; those before a prompt;
-# those that end a text.
+# By the names of tokenizer.yaml.
 SEPARATED = {
-    "GPT-2": (kind([END], bos_token=END, eos_token=END, unk_token=END), BEFORE, [], [256]),
-    "Qwen3": (kind(CHAT, pad_token=END, eos_token=CHAT[2]), BEFORE, [], [258, 256]),
-    "Llama 3": (
-        kind(LLAMA_3, True, bos_token=LLAMA_3[0], eos_token=LLAMA_3[1]),
-        [256, 97, 98, 32, 99, 257, 256, 100, 257],
-        [256],
-        [257],
-    ),
-    "<s> </s>": (
-        kind([BOS, "<pad>", EOS], bos_token=BOS, pad_token="<pad>", eos_token=EOS),
-        [256, 97, 98, 32, 99, 258, 256, 100, 258],
-        [256],
-        [258],
-    ),
-    "characters": (char_tokenizer("abcd "), [1, 2, 0, 3, 4], [], []),
-    "Gemma": (sentencepiece(), [2, 5, 6, 4, 7, 1, 2, 8, 1], [2], [1]),
+    "GPT-2": kind([END], bos_token=END, eos_token=END, unk_token=END),
+    "Qwen3": kind(CHAT, pad_token=END, eos_token=CHAT[2]),
+    "Llama 3": kind(LLAMA_3, True, bos_token=LLAMA_3[0], eos_token=LLAMA_3[1]),
+    "<s> </s>": kind([BOS, "<pad>", EOS], bos_token=BOS, pad_token="<pad>", eos_token=EOS),
+    "characters": char_tokenizer("abcd "),
+    "Gemma": sentencepiece(),
 }
 
 
 @pytest.mark.parametrize("name", SEPARATED)
 def test_special_tokens_separate_documents_and_nothing_else(name, tmp_path, monkeypatch):
-    tokenizer, expected, before, ends = SEPARATED[name]
+    tokenizer = SEPARATED[name]
+    expected, before, ends = table("tokenizer")[name]
     monkeypatch.setattr(documents, "CHUNK", 3)  # "ab c" is read in two chunks
     data = tmp_path / "data"
     manifest = prepare({"train": ["ab c", "d"]}, tokenizer, data, source="test")

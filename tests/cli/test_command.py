@@ -10,10 +10,12 @@ import pytest
 import torch
 from conftest import refused
 from launching import ROOT
+from tables import table
 
 from gpt2_accel.cli import command
 from gpt2_accel.runtime import device
 
+CASES = table("cli/cases")
 CONFIGS, RECIPES = ROOT / "accelerate_configs", ROOT / "recipes"
 QUICKSTART = [str(RECIPES / "quickstart.py")]
 LAUNCHER = ["-P", "-c", command.LAUNCHER, "--config_file"]
@@ -73,17 +75,7 @@ def test_a_recipe_without_a_launch_config_takes_the_one_that_fits(started, monke
     assert started("quickstart") == config + QUICKSTART
 
 
-@pytest.mark.parametrize(
-    "kind, gpus, bf16, expected",
-    [
-        ("cpu", 0, True, "cpu"),
-        ("mps", 1, True, "mps"),
-        ("cuda", 1, True, "1xgpu"),
-        ("cuda", 1, False, "1xt4-fp16"),
-        ("cuda", 4, False, "2xt4-fp16 --num_processes 4"),
-        ("cuda", 4, True, "8xa100 --num_processes 4"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "gpus", "bf16", "expected"), CASES["launch configs"])
 def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected, monkeypatch):
     monkeypatch.setattr(command, "may_have_gpu", lambda: True)
     monkeypatch.setattr(device, "launch_device", lambda: torch.device(kind))
@@ -93,34 +85,16 @@ def test_the_launch_config_fits_the_machine(kind, gpus, bf16, expected, monkeypa
     assert expected.split()[0] in command.CONFIGS
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("sampel --model x", "no recipe in 'sampel --model x': did you mean sample"),
-        ("trian", "did you mean .*pretrain-124m"),
-        ("doctr", "did you mean doctor"),
-        ("README.md", "no recipe in 'README.md': choose one of .*quickstart"),
-        ("launch cpu pretrian_124m", "did you mean pretrain-124m"),
-        ("launch 8xa10 quickstart", "did you mean .*8xa100"),
-        ("config nanogpt_openwebtxt", "did you mean nanogpt-openwebtext"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), CASES["wrong names"])
 def test_a_wrong_name_is_answered_with_close_ones_or_all(words, message, started):
     with refused(message):
         started(*words.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("8xa100", CONFIGS / "8xa100.yaml"),
-        ("nanogpt-openwebtext", RECIPES / "nanogpt_openwebtext.yaml"),
-        ("notebook", RECIPES / "notebook.ipynb"),
-    ],
-)
+@pytest.mark.parametrize(("name", "file"), CASES["shipped files"])
 def test_config_prints_a_shipped_file(name, file, capsys):
     command.run_command(["config", name])
-    assert capsys.readouterr().out == file.read_text()
+    assert capsys.readouterr().out == (ROOT / file).read_text()
 
 
 def test_help_names_everything_and_imports_no_library():

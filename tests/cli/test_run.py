@@ -8,11 +8,13 @@ import pytest
 import torch
 from conftest import long, reset_accelerate
 from launching import ROOT, launch, launch_flags, launched, python
+from tables import table
 
 from gpt2_accel.runtime import accelerator, cores, device
 from gpt2_accel.runtime.accelerator import build_accelerator
 from gpt2_accel.runtime.cores import usable_cpus
 
+CASES = table("cli/cases")
 MISTAKE = "quickstart.py: max_steps must be at least 1, got 0"
 
 
@@ -59,15 +61,7 @@ def test_torch_threads_are_limited_to_the_cores(monkeypatch):
     assert limits == [usable_cpus()]
 
 
-@pytest.mark.parametrize(
-    ("code", "ending"),
-    [
-        ("open('/no/such')", "x.py: /no/such: No such file or directory\n"),
-        ("raise ValueError('two\\n  lines')", "x.py: two lines\n"),
-        ("int('a bug of ours')", "x.py: invalid literal for int() with base 10: 'a bug of ours'\n"),
-        ("json.loads('another library')", "Expecting value: line 1 column 1 (char 0)\n"),
-    ],
-)
+@pytest.mark.parametrize(("code", "ending"), CASES["mistakes and bugs"])
 def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_path):
     script = tmp_path / "x.py"
     script.write_text(
@@ -78,16 +72,7 @@ def test_a_mistake_prints_a_sentence_and_a_bug_a_traceback(code, ending, tmp_pat
     assert ("Traceback" in done.stderr) == (not ending.startswith("x.py"))
 
 
-@pytest.mark.parametrize(
-    ("config", "gpu", "words"),
-    [
-        ("1xgpu", False, "no GPU"),
-        ("1xgpu", True, "torch cannot use the GPU"),
-        (None, True, "torch cannot use the GPU"),
-        (None, False, ""),
-        ("cpu", True, ""),
-    ],
-)
+@pytest.mark.parametrize(("config", "gpu", "words"), CASES["on the CPU"])
 def test_unrequested_training_on_the_cpu_is_printed(config, gpu, words, monkeypatch, capsys):
     reset_accelerate()
     for module in (accelerator, cores):
@@ -107,15 +92,7 @@ def test_unrequested_training_on_the_cpu_is_printed(config, gpu, words, monkeypa
     assert bool(out) == bool(words)
 
 
-@pytest.mark.parametrize(
-    ("into", "said"),
-    [
-        (">/dev/full", "output cannot be written: No space left on device\n"),
-        ("| head -c 1 >/dev/null", ""),
-        (">&-", ""),
-        (">/dev/full 2>&1", ""),
-    ],
-)
+@pytest.mark.parametrize(("into", "said"), CASES["full disks and closed pipes"])
 def test_output_that_cannot_be_written_ends_no_command(into, said, tmp_path):
     code = "from gpt2_accel import cli\ndef main():\n  print('\u20ac' * 10**5)\n  print('end')\n"
     (tmp_path / "x.py").write_text(f"{code}cli.run(main)")

@@ -4,14 +4,13 @@ import itertools
 import json
 import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from conftest import chat_rows, make_text, refused, write_lines
+from tables import table
 
 from gpt2_accel import GPT, GPTConfig
 from gpt2_accel.data.conversations import (
@@ -31,7 +30,7 @@ from gpt2_accel.data.source import open_data, verify_data
 from gpt2_accel.evals.validation import validation_loss
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
-ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text())
+ROWS = table("data/conversations")
 ASKED = ROWS["asked"]
 
 
@@ -83,18 +82,10 @@ def documents(manifest):
 
 
 def test_rows_that_are_left_out_are_counted_and_named(chat_base, tmp_path):
-    bad = {
-        "no_answer": {"messages": ASKED[:1]},
-        "role": answered(role=["user"]),
-        "empty": answered(content=""),
-        "special_token": answered(content="a<|im_end|>b"),
-        "too_long": answered(content="a" * 80),
-    }
-    again = bad | {"no_answer": {"messages": []}, "empty": None}
-    again["special_token"] = answered(content="a \ud83d")
-    rows = chat_rows(20) + list(bad.values()) + list(again.values()) + [answered(content="💀")]
+    odd = [answered(content="a \ud83d"), answered(content="a" * 80), answered(content="💀")]
+    rows = chat_rows(20) + ROWS["reasons"] + odd
     manifest = prepared(chat_base, tmp_path, rows)
-    places = [f"{tmp_path / 'rows.jsonl'}, line {21 + i}" for i in range(len(bad))]
+    places = [f"{tmp_path / 'rows.jsonl'}, line {21 + i}" for i in range(5)]
     assert list(manifest["left_out"].values()) == [[2, place] for place in places]
     assert sum(documents(manifest).values()) == 21
     last = left_out(manifest["left_out"])[-1]
@@ -134,23 +125,12 @@ def test_a_line_end_after_a_turn_does_not_count(chat_base, template, tmp_path):
     assert sorted(actual) == sorted(expected)
 
 
-SYSTEM = {"role": "system", "content": "a"}  # also a part of other messages and of the template
-UNPRINTED = [
-    [*ASKED, SYSTEM, *ASKED],
-    [SYSTEM, *ASKED, SYSTEM, *ASKED],
-    [ASKED[0], {"role": "assistant", "content": "<think>Hm.</think>So."}],
-    [ASKED[0], ASKED[1] | {"reasoning_content": "Hm."}],
-    [ASKED[0], ASKED[1] | {"tool_calls": [{"function": {"name": "look", "arguments": {"a": 1}}}]}],
-    [ASKED[0], {"role": "tool", "content": None}, ASKED[1] | {"tool_calls": [{"name": "look"}]}],
-]
-
-
-@pytest.mark.parametrize("messages", UNPRINTED)
+@pytest.mark.parametrize("messages", ROWS["unprinted"])
 @pytest.mark.parametrize("template", [LINES, UNMARKED])
 def test_what_the_template_does_not_print_leaves_the_row_out(
     chat_base, template, messages, tmp_path
 ):
-    rows = [*chat_rows(20), {"messages": [SYSTEM, *ASKED]}, {"messages": messages}]
+    rows = [*chat_rows(20), {"messages": [ROWS["system_a"], *ASKED]}, {"messages": messages}]
     manifest = prepared(chat_base, tmp_path, rows, template)
     [(reason, (count, place))] = manifest["left_out"].items()
     assert "leaves out a message" in reason

@@ -1,10 +1,8 @@
 """Pairs of answers: forms of rows, what is left out, windows."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 from conftest import pair_rows, read_json, refused, run_recipe, write_lines
+from tables import table
 
 from gpt2_accel.data import messages
 from gpt2_accel.data.conversations import TOO_LONG, prepare_conversations
@@ -13,7 +11,7 @@ from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.shards import COUNTS, TOKEN_ID, TokenStream
 from gpt2_accel.hf.chat_template import chat_tokenizer
 
-ROWS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text())
+ROWS = table("data/pairs")
 
 
 @pytest.mark.parametrize("case", ROWS["forms"], ids=lambda case: case["form"])

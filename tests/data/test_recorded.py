@@ -8,12 +8,11 @@ Tokens are compared over a whole split, however it is cut into shards.
 import hashlib
 import json
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from conftest import make_text, run_recipe
+from tables import table
 
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.mixture import write_mixture
@@ -22,7 +21,7 @@ from gpt2_accel.data.shards import TokenStream, read_manifest
 from gpt2_accel.data.source import data_fingerprint, open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
-RECORDED = yaml.safe_load(Path(__file__).with_name("recorded.yaml").read_text())
+RECORDED = table("data/recorded")
 HELD_OUT = [25, 28, 34, 37, 52, 56]  # of 60 files, by a hash of their names
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import make_text, refused, run, write_lines
+from tables import table
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -191,21 +192,7 @@ def test_a_run_logs_core(tiny, bundle, accelerator, tmp_path):
     assert {name: lines[-1][name] for name in results} == pytest.approx(results)
 
 
-CHOICE = {"query": "a", "choices": ["b", "c"], "gold": 0}
-# A file of the bundle, its content in JSON and the words of the message.
-WRONG = [
-    ("alone.jsonl", CHOICE | {"gold": 2}, "line 1 has gold = 2: expected the index of one of the"),
-    ("alone.jsonl", CHOICE | {"gold": True}, "gold = True"),
-    ("alone.jsonl", CHOICE | {"choices": ["b", 1]}, "expected two strings or more"),
-    ("endings.jsonl", {"context": 1, "continuation": "a"}, "context = 1: expected str"),
-    ("endings.jsonl", {"context": "a", "continuation": ""}, "has an empty text"),
-    ("eval_meta_data.csv", "Eval Task,Random baseline\nChoices,100\n", "baseline of Choices"),
-    ("eval_meta_data.csv", "Eval Task,Random baseline\n", "wrong core.yaml or eval_meta"),
-    ("core.yaml", "a: [", "wrong core.yaml or eval_meta"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "words"), WRONG)
+@pytest.mark.parametrize(("name", "content", "words"), table("evals/core"))
 def test_a_wrong_item_or_baseline_is_refused(bundle, tmp_path, name, content, words):
     shutil.copytree(bundle, tmp_path / "b")
     [path] = (tmp_path / "b").rglob(name)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import chat_rows, read_json, refused, reset_accelerate, write_lines
+from tables import table
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained, save_pretrained
 from gpt2_accel.data.chat_tokens import conversation_tokens
@@ -19,46 +20,17 @@ from gpt2_accel.hf.chat_template import CHATML, chat_tokenizer, with_rows
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.tokenizer import byte_tokenizer, load_tokenizer
 
-MESSAGES = [
-    {"role": "system", "content": "Be kind."},
-    {"role": "user", "content": " Why?\n"},
-    {"role": "assistant", "content": "So.\n\nYes. "},
-    {"role": "user", "content": "And?"},
-    {"role": "assistant", "content": "No."},
-]
+TABLE = table("hf/chat_template")
+MESSAGES, TOOLS, TOOL_ROWS = TABLE["messages"], TABLE["tools"], TABLE["rows"]
 
 
-def test_chatml_counts_the_answers_and_the_token_that_ends_them(chat_base):
-    tokenizer = chat_tokenizer(chat_base)
-    ids, counts = conversation_tokens(tokenizer, MESSAGES)
-    assert tokenizer.decode(ids) == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n"
-        "<|im_start|>assistant\nSo.\n\nYes.<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\nNo.<|im_end|>\n"
-    )
-    assert tokenizer.decode(ids[counts]) == "So.\n\nYes.<|im_end|>No.<|im_end|>"
-
-
-TEMPLATES = {
-    "llama3": (
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        "So.\n\nYes.<|eot_id|>No.<|eot_id|>",
-    ),
-    "qwen3": (
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "<think>\n\n</think>\n\nSo.\n\nYes. <|im_end|>\n<think>\n\n</think>\n\nNo.<|im_end|>\n",
-    ),
-    "gemma3": (
-        ["<bos>", "<start_of_turn>", "<end_of_turn>"],
-        "So.\n\nYes.<end_of_turn>\nNo.<end_of_turn>\n",
-    ),
-}
+FAMILIES = TABLE["families"]
 
 
 def instruct_model(family, folder):
     """Saves an untrained model with a family's chat template; returns it and the counted text."""
     templates = pytest.importorskip("trl.chat_template_utils")
-    tokens, counted = TEMPLATES[family]
+    tokens, counted = FAMILIES[family]
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(tokens, special_tokens=True)
     tokenizer.bos_token = tokens[0]
@@ -68,7 +40,7 @@ def instruct_model(family, folder):
     return tokenizer.chat_template, counted
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_instruct_models_keep_their_templates_and_have_the_labels_of_sft_trainer(
     family, tmp_path, monkeypatch
 ):
@@ -79,7 +51,7 @@ def test_instruct_models_keep_their_templates_and_have_the_labels_of_sft_trainer
     [row] = by_sft_trainer(tmp_path / "base", [{"messages": MESSAGES}], tmp_path, monkeypatch)
     assert row["input_ids"] == ids.tolist()
     assert row["labels"] == np.where(counts, ids, -100).tolist()
-    end = TEMPLATES[family][0][-1]
+    end = FAMILIES[family][0][-1]
     assert tokenizer.eos_token == end
     assert tokenizer.chat_template == template
     save_pretrained(from_pretrained(tmp_path / "base"), tmp_path / "tuned", tokenizer)
@@ -110,32 +82,11 @@ def by_sft_trainer(base, rows, tmp_path, monkeypatch):
     return list(trainer.train_dataset)
 
 
-def call(city):
-    function = {"name": "weather", "arguments": {"city": city, "days": 2}}
-    return {"id": f"call of {city}", "type": "function", "function": function}
-
-
-ASKED = {"role": "user", "content": "Rain in Bergen?"}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": 'Rain, or "dry".'}}]
-TOOL_ROWS = [
-    [
-        {"role": "system", "content": "Be kind."},
-        ASKED,
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "I look.",
-            "tool_calls": [call("Bergen"), call('"Oslo"\n')],
-        },
-        {"role": "tool", "content": '{"rain": true}', "name": "weather"},
-        {"role": "tool", "content": "dry", "name": "weather"},
-        {"role": "assistant", "content": "Yes.", "reasoning_content": "It says so."},
-        {"role": "user", "content": "And tomorrow?"},
-        {"role": "assistant", "content": "I look again.", "tool_calls": [call("Bergen")]},
-    ],
-    [ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "It always rains."}],
-    [ASKED, {"role": "assistant", "content": "<think>\nIt rains.\n</think>\n\nYes."}],
-]
+def prepared(tokenizer, rows, folder, **options):
+    """Prepares conversations in the folder `data`."""
+    file = write_lines(folder / "rows.jsonl", rows)
+    options |= {"source": "made up", "model": "u/n"}
+    prepare_conversations([str(file)], tokenizer, folder / "data", **options)
 
 
 def windows(folder):
@@ -151,12 +102,8 @@ def test_a_pair_prefers_a_call(tmp_path):
     instruct_model("qwen3", tmp_path / "base")
     answers = {"chosen": [TOOL_ROWS[0][2]], "rejected": "I do not know."}
     rows = [{"prompt": f"Rain in {city}?", "tools": TOOLS, **answers} for city in ("Rome", "Lima")]
-    file = write_lines(tmp_path / "rows.jsonl", rows)
     tokenizer = chat_tokenizer(tmp_path / "base")
-    prepare_conversations(
-        [str(file)], tokenizer, tmp_path / "data", sequence_length=1024, pairs=True,
-        source="made up", model="u/n",
-    )  # fmt: skip
+    prepared(tokenizer, rows, tmp_path, sequence_length=1024, pairs=True)
     for ids, labels in windows(tmp_path / "data"):
         counted = [
             tokenizer.decode([label for label in labels[half] if label >= 0])
@@ -172,12 +119,8 @@ def test_calls_and_reasoning_have_the_labels_of_sft_trainer(tmp_path, monkeypatc
     instruct_model("qwen3", tmp_path / "base")
     rows = [{"messages": row, "tools": json.dumps(TOOLS)} for row in TOOL_ROWS]
     rows += [{"messages": row, "tools": "[]"} for row in TOOL_ROWS[1:]]
-    file = write_lines(tmp_path / "rows.jsonl", rows)
     tokenizer = chat_tokenizer(tmp_path / "base")
-    prepare_conversations(
-        [str(file)], tokenizer, tmp_path / "data", sequence_length=2048, packed=False,
-        source="made up", model="u/n",
-    )  # fmt: skip
+    prepared(tokenizer, rows, tmp_path, sequence_length=2048, packed=False)
     actual = list(windows(tmp_path / "data"))
     expected = []
     for row in by_sft_trainer(tmp_path / "base", rows, tmp_path, monkeypatch):
@@ -198,7 +141,7 @@ def test_calls_and_reasoning_have_the_labels_of_sft_trainer(tmp_path, monkeypatc
     assert sorted(actual) == sorted(expected)
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_without_trl_the_labels_are_the_same_or_the_template_is_refused(
     family, tmp_path, monkeypatch
 ):
@@ -250,9 +193,7 @@ def test_an_end_of_turn_that_pads_counts_where_it_ends_a_turn(chat_base, tmp_pat
     tokenizer = chat_tokenizer(padded_by_its_end(chat_base, tmp_path / "own"))
     assert len(tokenizer) == 260
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 259
-    rows = write_lines(tmp_path / "rows.jsonl", chat_rows(9))
-    options = {"sequence_length": 64, "source": "made up", "model": "none"}
-    prepare_conversations([str(rows)], tokenizer, tmp_path / "data", **options)
+    prepared(tokenizer, chat_rows(9), tmp_path, sequence_length=64)
     targets = []
     for split in ("train", "val"):
         parts = open_data(tmp_path / "data").split(split)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import losses, make_text, read_json, refused, run, run_recipe, tiny_config
+from tables import table
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,6 +20,7 @@ from gpt2_accel.tokenizer import load_tokenizer, train_bpe
 
 SHAPE = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "head_dim": 16, "n_embd": 48, "n_inner": 96}
 
+CASES = table("hf/cases")
 CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
 SMOLLM2 = read_json(CONFIGS / "smollm2-135m.json")
 QWEN3 = read_json(CONFIGS / "qwen3-0.6b.json")
@@ -98,30 +100,12 @@ def test_missing_sizes_of_a_llama_follow_from_others(value, tmp_path):
     assert read_config(write(tmp_path, SMOLLM2, head_dim=32)).head_dim == 32
 
 
-LLAMA3 = {"factor": 32.0, "rope_type": "llama3", "original_max_position_embeddings": 8192}
-LLAMA3 |= {"high_freq_factor": 4.0, "low_freq_factor": 1.0}
-NEW = {"rope_parameters": LLAMA3 | {"rope_theta": 100000}, "rope_scaling": "absent"}
-PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.5}
-
-
-@pytest.mark.parametrize(
-    "published, changes, reason",
-    [
-        (SMOLLM2, {"attention_bias": True}, "attention_bias"),
-        (SMOLLM2, {"rope_scaling": LLAMA3}, "llama3"),
-        (SMOLLM2, NEW, "llama3"),  # the spelling of transformers 5
-        (SMOLLM2, {"rope_parameters": PARTIAL}, "partial_rotary_factor"),
-        (SMOLLM2, {"mlp_bias": True}, "mlp_bias"),
-        (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
-        (NANOCHAT, {"hidden_act": "silu"}, "hidden_act"),
-    ],
-)
+@pytest.mark.parametrize(("published", "changes", "reason"), CASES["other modules"])
 def test_a_config_that_our_module_does_not_cover_takes_the_class_of_transformers(
     published, changes, reason, tmp_path
 ):
-    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 100}
-    small |= {"num_hidden_layers": 28, "num_attention_heads": 4, "num_key_value_heads": 4}
-    shape = read_config(write(tmp_path, published, **small, **changes))
+    published = read_json(CONFIGS / f"{published}.json")
+    shape = read_config(write(tmp_path, published, **CASES["small"], **changes))
     assert reason in shape.note
 
 

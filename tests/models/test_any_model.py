@@ -20,6 +20,7 @@ from conftest import (
 )
 from families import FAMILIES, SIZES, family_model, own_tokenizer, save_family
 from launching import EAGER, launch
+from tables import table
 from test_references import PEAK, WARMUP, plain_losses
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
@@ -75,19 +76,8 @@ def test_sharded_runs_and_resumes_equal_one_process(kind, tiny, tmp_path):
     assert back == pytest.approx(ddp[2:], abs=1e-4)
 
 
-ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-
-
 @pytest.mark.parametrize(
-    ("kind", "changes", "has_own_module"),
-    [
-        ("llama", {}, True),
-        ("llama", {"attention_bias": True}, False),
-        ("llama", {"rope_parameters": ROPE}, False),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, False),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, False),
-        ("gpt2", {"n_inner": 48}, False),
-    ],
+    ("kind", "changes", "has_own_module"), table("models/cases")["own modules"]
 )
 def test_our_module_is_taken_where_it_computes_the_same(kind, changes, has_own_module, tmp_path):
     model = family_model(kind, **changes)

@@ -10,6 +10,7 @@ from conftest import LONG, losses, refused, run
 from families import family_model, save_family
 from packaging.version import Version
 from safetensors.torch import load, save_file
+from tables import table
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -17,6 +18,7 @@ from gpt2_accel.models import convert_parameters
 from gpt2_accel.models.any_model import AnyConfig, documents_cross
 from gpt2_accel.tokenizer import byte_tokenizer
 
+CASES = table("models/cases")
 JAMBA = {"attn_layer_period": 2, "use_mamba_kernels": False, "mamba_d_state": 8, "num_experts": 2}
 
 
@@ -53,18 +55,7 @@ def test_directories_that_the_class_cannot_open_are_refused(tmp_path):
     assert "model.layers.1." in from_pretrained(start).config.note
 
 
-@pytest.mark.parametrize(
-    ("given", "left", "dropped"),
-    [
-        ({"do_sample": False, "temperature": 0.9, "top_p": 0.6}, {}, "temperature, top_p in"),
-        ({"_from_model_config": True, "top_k": 50, "do_sample": True}, {"top_k": 50}, ""),
-        (
-            {"pad_token_id": -1, "num_beams": 1, "early_stopping": True},
-            {},
-            "early_stopping, pad_token_id in",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "left", "dropped"), CASES["generation configs"])
 def test_contradictions_in_a_generation_config_are_left_out(given, left, dropped, tmp_path):
     """Old Vicunas have a temperature without sampling; transformers refuses to save that."""
     start = save_family("mistral", tmp_path / "start")
@@ -80,38 +71,12 @@ def test_contradictions_in_a_generation_config_are_left_out(given, left, dropped
     assert dropped in note if dropped else "left out" not in note
 
 
-# `first_k_dense_replace` and the like: every layer has experts, unless a row says otherwise.
-EXPERTS = {name: 4 for name in ("num_experts", "num_local_experts", "moe_num_experts")} | {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-# What the classes of transformers return: the weight of the load balancing loss, None without one.
-BALANCING = [
-    ("mixtral", {}, 0.001),
-    ("mixtral", {"router_aux_loss_coef": 0.0}, 0.0),
-    ("jetmoe", {}, 0.01),
-    ("qwen2_moe", {"decoder_sparse_step": 2}, 0.001),  # the second layer only
-    ("qwen2_moe", {"decoder_sparse_step": 9}, None),
-    ("llama4_text", {}, None),  # has a coefficient, and no loss
-    ("doge", {}, None),
-    ("glm4_moe", {}, None),
-    ("llama", {"hidden_act": "gelu"}, None),
-]
-BALANCED = (
-    "flex_olmo gpt_oss granitemoe granitemoe_swa granitemoeshared jamba laguna mellum minimax "
-    "minimax_m2 minimax_m3_vl_text olmoe phimoe qwen3_5_moe_text qwen3_moe qwen3_next "
-    "qwen4_exp_text"
-)
-UNBALANCED = (
-    "afmoe aria_text bailing_hybrid beam cohere2_moe dots1 exaone_moe hunyuan_v1_moe hy_v3 hy_v4 "
-    "inkling2_text inkling_text kimi_linear kolibri1 mimo_v2_flash nemotron_h solar_open"
-)
+EXPERTS, BALANCING = CASES["experts"], CASES["balancing"]
 if Version(transformers.__version__) >= Version("5.23"):  # the class of older ones cannot run
     BALANCING.append(("doge", {"is_moe": True}, 0.001))
-if LONG:  # the other types that have experts at these sizes
-    BALANCING += [(kind, {}, True) for kind in BALANCED.split() if kind in CONFIG_MAPPING]
-    BALANCING += [(kind, {}, None) for kind in UNBALANCED.split() if kind in CONFIG_MAPPING]
+if LONG:
+    BALANCING += [(kind, {}, True) for kind in CASES["balanced"] if kind in CONFIG_MAPPING]
+    BALANCING += [(kind, {}, None) for kind in CASES["unbalanced"] if kind in CONFIG_MAPPING]
 
 
 @pytest.mark.parametrize(("kind", "changes", "weight"), BALANCING)

@@ -15,6 +15,7 @@ from conftest import (
     write_lines,
 )
 from launching import launch, python
+from tables import table
 from transformers import pipeline
 
 from gpt2_accel.runtime.files import read_json_lines
@@ -75,14 +76,7 @@ def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("windows", "processes", "pretrained", "expected"),
-    [  # windows per update, updates, warmup, updates between evaluations
-        (11, 2, False, (2, 120, 12, 6)),
-        (2057, 1, False, (4, 1545, 154, 172)),
-        (200_000, 8, False, (128, 4689, 469, 224)),
-        (40, 1, True, (1, 120, 12, 40)),
-        (2057, 1, True, (4, 1545, 154, 172)),
-    ],
+    ("windows", "processes", "pretrained", "expected"), table("recipes/cases")["chat_sft"]
 )
 def test_settings_follow_from_the_data(windows, processes, pretrained, expected, monkeypatch):
     recipe = load_recipe("chat_sft")
@@ -94,7 +88,7 @@ def test_settings_follow_from_the_data(windows, processes, pretrained, expected,
     line = recipe.fit_to_data(config, 128, processes, pretrained)
     assert line.endswith(f"to say much: {processes}") == (processes < 5)
     actual = (config.max_steps, config.warmup_steps, config.eval_every)
-    assert (config.total_batch_size // 512, *actual) == expected
+    assert [config.total_batch_size // 512, *actual] == expected
     assert config.learning_rate == (2e-5 if pretrained else 0.0031)
     config = recipe.ChatSFT(max_steps=7, learning_rate=0.1)
     recipe.fit_to_data(config, 128, processes, pretrained)

@@ -8,6 +8,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from conftest import as_flags, long, losses, metrics, refused
 from launching import ROOT, launch, launched
+from tables import table
 
 from gpt2_accel.runtime.accelerator import REFUSED, build_accelerator
 
@@ -57,19 +58,7 @@ def test_every_field_is_used_harmless_or_refused():
     assert [name for name in refusals & fields if f"`{name}" not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mixed_precision", "fp8"),
-        ("fsdp_activation_checkpointing", True),
-        ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
-        ("fsdp_ignored_modules", "h.0"),
-        ("fsdp_offload_params", True),
-        ("parallelism_config_cp_size", 2),
-        ("parallelism_config_sp_size", 2),
-        ("parallelism_config_tp_size", 2),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), table("runtime/cases")["refused fields"])
 def test_unsupported_fields_are_refused(field, value, tmp_path, monkeypatch):
     """With the environment that the launcher computes from the file."""
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tables import table
 
 from gpt2_accel.runtime import device
 
@@ -14,18 +15,7 @@ def test_a_cpu_limited_to_avx2_has_no_bf16_units(monkeypatch):
     assert not device.has_bf16(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
-        ("Tesla T4", 65e12),
-        ("NVIDIA H200 NVL", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), table("runtime/cases")["peak flops"])
 def test_peak_flops_follow_from_the_device_name(name, expected):
     assert device.peak_flops(name) == expected
 

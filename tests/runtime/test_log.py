@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_status, metrics, run, status
+from tables import table
 from torch.distributed import DistError
 
 import gpt2_accel.setup as building
@@ -110,16 +111,7 @@ def test_the_speed_excludes_evaluations_samples_and_saves(tiny, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("used", "own", "threads", "words"),
-    [  # cores in use, those of this run, its threads
-        (8, 3, 8, "slow: other processes use 5.0 of 8"),
-        (8, 7.9, 8, ""),
-        (4, 3, 8, ""),
-        (8, 1, 1, ""),
-        (8, 3, 0, ""),  # on a GPU
-        (1, 1, 1, "slow: this run uses 1 of 4 CPU cores: set OMP"),
-        (4, 4, 4, ""),
-    ],
+    ("used", "own", "threads", "words"), table("runtime/cases")["slow from the start"]
 )
 def test_a_run_that_is_slow_from_its_start_says_why(
     used, own, threads, words, tmp_path, monkeypatch, capsys

@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import assert_close, randomized, refused, run_recipe
 from packaging.version import Version
+from tables import table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
@@ -248,21 +249,10 @@ def test_a_gguf_file_splits_words_as_its_model_did(tmp_path):
         read("other")
 
 
-REFUSED = {
-    "its type is adapter": {"general__type": "adapter"},
-    "one part of a model": {"split__count": 2},
-    "supported: longrope": {KIND: "longrope"},
-    "rotary positions": {"tensors": {"rope_freqs.weight": [1.0, 1.0, 2.0, 3.0]}},
-    "does not have its blk.0.attn_q.bias": {"tensors": {"blk.0.attn_q.bias": [0.0] * 32}},
-    "a.gguf: it lacks": {"without": "blk.0.attn_v.weight"},
-    "rename it": {"name": "a.GGUF"},
-}
-
-
 @needs_5_23
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_gguf_file_of_something_else_is_refused(words, tmp_path):
-    values = {"name": "a.gguf"} | REFUSED[words]
+@pytest.mark.parametrize(("values", "words"), table("tools/cases")["refused GGUF files"])
+def test_a_gguf_file_of_something_else_is_refused(values, words, tmp_path):
+    values = {"name": "a.gguf"} | values
     with refused(f"cannot read .*{words}"):
         read_gguf(write_gguf(tmp_path / values.pop("name"), **values))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import read_json, refused, run, run_recipe, status, tiny_config
+from tables import table
 
 from gpt2_accel.charts import curve_points, still_falling
 from gpt2_accel.runtime.files import write_json
@@ -116,16 +117,7 @@ def test_runs_with_other_validation_data_are_not_in_one_plot_or_row(runs):
     assert page.count(">val/loss</th>") == 2
 
 
-@pytest.mark.parametrize(
-    ("losses", "falls"),
-    [  # of four epochs
-        ([3, 2, 1.5, 1.4], True),
-        ([3, 2, 1.5, 1.4999], False),
-        ([3, 1, 1.5, 1.4], False),
-        ([3, 2, 1.5], False),  # stopped early
-        ([3, None, None, 1], False),  # one evaluation in the last epoch
-    ],
-)
+@pytest.mark.parametrize(("losses", "falls"), table("tools/cases")["still falling"])
 def test_a_validation_loss_that_still_falls_names_more_epochs(losses, falls):
     lines = [{"step": 10 * i, "val/loss": loss} for i, loss in enumerate(losses, 1)]
     assert ("still falling: --epochs 8" in still_falling(lines, 40, 4.0)) == falls

@@ -12,13 +12,15 @@ import pytest
 import yaml
 from conftest import long, run
 from launching import ROOT, Started, python, wait_for
+from tables import table
 
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.tools.study.runs import read_trial
 
 RECIPE = str(ROOT / "tests/train_script.py")
 COMPARE = str(ROOT / "recipes/compare.py")
-STUDY = yaml.safe_load(Path(__file__).with_name("study.yaml").read_text())
+TABLE = table("tools/study/study")
+STUDY = TABLE["study"]
 
 
 SCRIPT = """import sys
@@ -159,15 +161,7 @@ def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, t
 
 @long
 def test_tuning_allows_several_budgets_and_unequal_tokens(data_dir, tmp_path):
-    parts = {
-        "variants": {
-            "adamw": {"optimizer": "adamw"},
-            "muon": {"optimizer": "muon", "total_batch_size": 256},
-        },
-        "budget": {"tokens": [5 * 128, 12 * 128]},
-        "tune": {"learning_rate": [5e-3, "1e-2"], "lr_schedule": ["cosine", "constant"]},
-    }
-    path = study_file(tmp_path, data_dir, **parts)
+    path = study_file(tmp_path, data_dir, **TABLE["several_budgets"])
     done = compare(path, tmp_path / "out")
     assert "tokens: 640" in done.stdout
     assert "tokens: 1,536" in done.stdout
@@ -180,10 +174,7 @@ def test_tuning_allows_several_budgets_and_unequal_tokens(data_dir, tmp_path):
 def alone(data_dir, tmp_path_factory):
     """A study of three runs, so that one is the last, by one driver: its file and its folder."""
     folder = tmp_path_factory.mktemp("alone")
-    rates = {"a": 1e-2, "b": 5e-3, "c": 2e-3}
-    variants = {name: {"learning_rate": rate} for name, rate in rates.items()}
-    parts = {"settings": {"save_every": 50}, "budget": {"tokens": 2500 * 128}, "seeds": 1}
-    path = study_file(folder, data_dir, variants=variants, **parts)
+    path = study_file(folder, data_dir, {"save_every": 50}, **TABLE["three_runs"])
     compare(path, folder / "out")
     return path, folder / "out"
 
