@@ -176,7 +176,7 @@ class Kept:
         self.base = state
 
     def on_train_begin(self, run: Run) -> None:
-        """Samples from the base. A run of release 0.5 that is resumed has no samples."""
+        """Samples from the base. A run that is resumed has its samples."""
         if not run.step and not self.base:
             start = str(run.config.init_from)
             run.log.print_line("sampling from the base, to measure later what the run keeps of it")

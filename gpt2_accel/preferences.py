@@ -133,9 +133,7 @@ class Preferences:
         self.trim = accelerator.state.dynamo_plugin.backend.value.lower() == "no"
         if not run.step:
             precision = accelerator.mixed_precision
-            # Another name than in 0.5, which rounded them to bf16.
-            dtype = run.config.dtype.replace("bfloat16", "bf16")
-            self.file = f"{self.prefix}{precision}-{dtype}.safetensors"
+            self.file = f"{self.prefix}{precision}-{run.config.dtype}.safetensors"
         assert run.data.folder is not None  # only prepared data has pairs
         path = run.data.folder / self.file
         found = on_main_process(lambda: read_reference(path))
@@ -220,17 +218,14 @@ def answer_log_probabilities(
 
 
 def read_reference(path: Path) -> dict[str, torch.Tensor]:
-    """Returns the stored log-probabilities, empty if the file is missing or damaged.
-
-    The files of 0.5 have no checksum.
-    """
+    """Returns the stored log-probabilities, empty if the file is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
             tables = {split: file.get_tensor(split) for split in file.keys()}
-            expected = (file.metadata() or {}).get("sha256")
+            expected = file.metadata()
     except (OSError, SafetensorError):
         return {}
-    return tables if expected in (None, tables_digest(tables)) else {}
+    return tables if expected == {"sha256": tables_digest(tables)} else {}
 
 
 def tables_digest(tables: dict[str, torch.Tensor]) -> str:

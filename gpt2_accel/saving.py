@@ -54,7 +54,7 @@ def resume(run: Run, checkpoint: Path) -> None:
                     f"{change}: resume with the original value, or choose another --output_dir for "
                     "a new model"
                 )
-        for name, value in saved.get("parts", {}).items():  # 0.5 has none
+        for name, value in saved["parts"].items():
             if value != run.parts[name]:
                 step = saved["step"]
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"

@@ -75,8 +75,7 @@ def setup(
     torch.manual_seed(config.seed)
     with all_or_none():
         bos = added_bos(data.tokenizer) if config.init_from else []
-        if saved:  # of 0.5 it has no record
-            bos = saved.get("bos", [])
+        bos = saved.get("bos", bos)
         prompts = sample_prompts(config, data)
         plain = build_model(config, data, checkpoint, model)
         adapt(plain, config)
@@ -154,8 +153,6 @@ def find_data_and_checkpoint(
         config.fit_data(data)
     check_agreement(config, accelerator, data, checkpoint)
     saved = read_state(checkpoint) if checkpoint else {}
-    if saved and "residual_dtype" not in config.given:  # of 0.5 it is fp32
-        config.residual_dtype = saved["settings"].get("residual_dtype", "float32")
     return data, checkpoint, saved
 
 

@@ -25,7 +25,7 @@ After an interruption, the same command continues the preparation.
 - chat: conversations from a data set on the Hub or from such files, in the chat template of
   `--model` or ChatML, packed into windows of `--sequence_length` tokens. See docs/chat.md.
 - import: token files of nanoGPT, build-nanogpt, llm.c, modded-nanogpt or datatrove, copied into
-  shards. A run that 0.5 began on such files goes on with the new folder.
+  shards.
 - mix: a mixture of prepared data, with the weight of each.
 
 One document in 20 is held out for validation: a file by a hash of its name, a row by a hash of its

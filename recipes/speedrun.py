@@ -140,16 +140,13 @@ def main() -> None:
         command = recipe_command("prepare-data", *arguments)
         raise FileNotFoundError(f"{config.data_dir} does not exist: make it by {command}")
     # These import torch, which takes seconds: --help and a wrong flag do not wait for it.
-    from gpt2_accel.runtime.processes import on_main_process
     from gpt2_accel.train import train
-    from gpt2_accel.tuning import saved_settings
 
     vocab_size = VOCAB_SIZE
     if exists:
         vocab_size = read_manifest(config.data_dir)["tokenizer"]["vocab_size"]
     follow_depth(config, vocab_size)
-    saved = on_main_process(lambda: saved_settings(config))  # of 0.5 it has wsd
-    config.derive(lr_schedule=saved.get("lr_schedule", "wsd_linear"))
+    config.derive(lr_schedule="wsd_linear")
     callbacks = [License()] if config.data_dir == Speedrun.data_dir else []
     train(config, callbacks=callbacks)
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from gpt2_accel import from_pretrained
-from gpt2_accel.checkpoint.find import read_state
 from gpt2_accel.data.loader import Windows
 from gpt2_accel.data.shards import TokenStream
 from gpt2_accel.models.gpt2 import Block
@@ -48,7 +47,7 @@ def test_evaluation_turns_dropout_off_and_training_turns_it_on(tiny):
         assert abs(line["train/loss"] - expected["train/loss"]) > 1e-4
 
 
-def test_the_residual_stream_has_its_dtype_and_a_run_of_0_5_keeps_fp32(tiny, tmp_path, monkeypatch):
+def test_the_residual_stream_has_its_dtype(tiny, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     seen = set()
     forward = Block.forward
@@ -66,13 +65,6 @@ def test_the_residual_stream_has_its_dtype_and_a_run_of_0_5_keeps_fp32(tiny, tmp
     narrow = losses(run(config))
     assert seen == {torch.bfloat16}
     assert narrow == pytest.approx(wide, abs=0.02)
-    seen.clear()
-    checkpoint = tmp_path / "run/checkpoint-1"
-    state = read_state(checkpoint)
-    del state["settings"]["residual_dtype"]  # as in 0.5
-    monkeypatch.setattr("gpt2_accel.setup.read_state", lambda _: state)
-    run(replace(config, output_dir=str(tmp_path / "on"), resume_from=str(checkpoint)))
-    assert seen == {torch.float32}
 
 
 def test_compiled_equals_eager_and_sampling_does_not_recompile(tiny, tmp_path, monkeypatch):

@@ -65,8 +65,11 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
                 f"{run_dir} holds {newest.name} of an earlier run, which would be overwritten: "
                 "continue it with --resume_from latest, or choose another --output_dir"
             )
-    if path is not None:
-        read_state(path)  # raises for older releases
+    if path is not None and "version" not in read_state(path):
+        raise ValueError(
+            f"{path} is older than release 0.6: resume it with release 0.6, or open it as a model "
+            "by --init_from"
+        )
     return path
 
 
@@ -216,6 +219,6 @@ def read_state(checkpoint: Path) -> dict:
         if isinstance(state, dict) and state.keys() >= {"step", "recent", "settings", "position"}:
             return state | state["position"]
     raise ValueError(
-        f"{path} is damaged, or older than release 0.5, which can resume it: resume from another "
-        "checkpoint, or start from its weights by --init_from"
+        f"{path} is damaged, or older than release 0.5: resume from another checkpoint, or start "
+        "from its weights by --init_from"
     )

@@ -101,9 +101,9 @@ def prepare_conversations(
 
 
 def with_padding(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of release 0.5, where padding was never the end of a turn.
+    """Returns a tokenizer whose padding is not the end of a turn.
 
-    Its fingerprint identifies prepared data, so that a command of 0.5 finds its folder.
+    Its fingerprint identifies prepared data. Runs of 0.6 find their folders by it.
     """
     if tokenizer.pad_token != tokenizer.eos_token:
         return tokenizer

@@ -179,7 +179,7 @@ def prepare_sources(
         return {"version": VERSION, "dtype": writer.dtype.name} | record
 
     begin, end = document_marks(tokenizer)
-    # 0.4 separated documents otherwise, also by the unknown token.
+    # The plans of 0.6 are kept: their folders have no other documents.
     if END_OF_TEXT not in tokenizer.get_vocab() and (begin or tokenizer.unk_token):
         plan += f", {begin}, {end}"
     return make_data(write, tokenizer, data_dir, plan, source=source, **about)
@@ -419,7 +419,7 @@ def read_json(path: Path) -> dict:
 def open_work(work: Path, plan: str) -> dict:
     """Returns the record of the work folder if it is of this plan; else empties the folder."""
     record = read_json(work / RECORD)
-    if record and record["plan"] == plan and "special" in record:  # 0.5 has other documents
+    if record and record["plan"] == plan:
         remove_leftovers(work)
         return record
     if record:

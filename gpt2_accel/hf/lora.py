@@ -94,7 +94,7 @@ def add_lora(
 def load_lora(model: AnyModel, directory: Path, base: Path) -> None:
     """Adds the adapter of a directory to `model`, its base of the directory `base`, to be trained.
 
-    Prints a line if it does not record the digest of its base, as adapters of 0.5 and of peft.
+    Prints a line if it does not record the digest of its base, as adapters of peft.
     Raises `ValueError` for another base, and for a damaged adapter: peft would initialise missing
     tensors and ignore unknown ones.
     """

@@ -36,7 +36,7 @@ def start_tracker(name: str, config: TrainConfig, metadata: dict, step: int) -> 
             tracker = WandBTracker(project, id=run_id, name=title, dir=str(folder), **about)
         elif name == "trackio":
             tracker = TrackioTracker(PROJECT, name=f"{title}-{run_id}", **about)
-        else:  # the folder has release 0.3's name: its runs resume as one curve
+        else:  # the name by which a resumed run is one curve
             tracker = TensorBoardTracker("updates", folder / "tensorboard", purge_step=step + 1)
         tracker.start()
         if name == "wandb":

@@ -18,12 +18,19 @@ from conftest import (
     weights_digest,
 )
 
-from gpt2_accel.checkpoint.find import find_corruption, list_checkpoints
-from gpt2_accel.checkpoint.writer import CheckpointWriter
+from gpt2_accel.checkpoint.find import (
+    CHECKPOINT_MANIFEST,
+    STATE,
+    find_corruption,
+    list_checkpoints,
+    read_state,
+)
+from gpt2_accel.checkpoint.writer import CheckpointWriter, write_manifest
 from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.optim import learning_rate
 from gpt2_accel.runtime import signals
+from gpt2_accel.runtime.files import write_json
 from gpt2_accel.tokenizer import byte_tokenizer
 
 
@@ -70,6 +77,20 @@ def test_a_resume_refuses_other_data_another_shape_and_another_optimizer(tiny, t
     assert len(run(replace(config, **changed))) == 8
     with refused("trained with AdamW, not Muon"):
         run(replace(config, **changed, optimizer="muon", max_steps=20))
+
+
+def test_a_checkpoint_of_release_0_5_is_refused_with_the_release_that_finishes_it(tiny, tmp_path):
+    run(tiny("run", max_steps=1))
+    checkpoint = tmp_path / "run/checkpoint-1"
+    path = checkpoint / STATE / "state.json"
+    state = read_json(path)
+    del state["version"]
+    write_json(path, state)
+    write_manifest(checkpoint, CHECKPOINT_MANIFEST, [f"{STATE}/state.json"])
+    for name in ("latest", str(checkpoint)):
+        with refused("older than release 0.6: resume it with release 0.6, or open it as a model"):
+            run(tiny("run", max_steps=2, resume_from=name))
+    assert read_state(checkpoint)["step"] == 1  # evaluate.py opens it as a model
 
 
 def test_a_running_write_completes_after_an_error_in_the_next_update(
