@@ -18,7 +18,7 @@ from gpt2_accel.models import LanguageModel
 from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.files import sentence
-from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase, load_tokenizer
+from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,21 +93,16 @@ def read_gguf(
         values = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         kind = values.get("general.type", "model")
-        if kind != "model":
-            raise ValueError(f"its type is {kind}, such as a LoRA or mmproj file: give the model")
-        if "split.count" in values:
-            raise ValueError("it is one part of a model: join them by llama-gguf-split --merge")
-        if path.suffix != ".gguf":
-            raise ValueError("transformers knows such files by .gguf: rename it")
+        if kind != "model" or "split.count" in values or path.suffix != ".gguf":
+            raise ValueError(
+                f"its type is {kind} (a LoRA or mmproj file?), it is one part of a model, or it is "
+                "not named .gguf: give the model, join it by llama-gguf-split --merge, or rename it"
+            )
         tokenizer = tokenizer or gguf_tokenizer(path, values)
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         factors = tensors.pop("rope_freqs.weight", None)
         if factors or any(SCALING in name for name in values):
             config.rope_parameters = scaled_rope(config, values, factors and factors.data)
-        head = tensors.get("output.weight")
-        if head and np.array_equal(head.data, tensors["token_embd.weight"].data):  # it is tied
-            del tensors["output.weight"]
-            config.tie_word_embeddings = True
         options = {"config": config, "output_loading_info": True}
         inner, report = open_class(path.parent, gguf_file=path.name, **options)
         if report["missing_keys"]:
@@ -142,57 +137,46 @@ def scaled_rope(
     factor = given.pop("factor", 1)
     length = given.pop("original_context_length", config.max_position_embeddings)
     rope = dict(config.rope_parameters)
-    refused = kind not in ("none", "linear", "yarn") or "rope_theta" not in rope
-    if kind == "yarn":
-        rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
-    elif kind == "linear" and factor != 1:
-        rope |= {"rope_type": kind, "factor": factor}
-    if factors is not None and not refused:
+    known = kind in ("none", "linear", "yarn") and "rope_theta" in rope
+    if known and factors is not None:
+        known = kind == "none" or factor == 1
         factor = float(factors.max())
         wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
         kept = ((8192 / wavelengths - 1) / 3).clip(0, 1)
-        llama3 = np.allclose(factors, 1 / ((1 - kept) / factor + kept))
-        refused |= rope["rope_type"] != "default" or not llama3
-        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0}
-        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if refused or set(given.values()) - {0, 1}:
+        known &= np.allclose(factors, 1 / ((1 - kept) / factor + kept))
+        kind, length = "llama3", 8192
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if not known or set(given.values()) - {0, 1}:
         raise ValueError(f"its scaling of rotary positions is not supported: {kind} {given}")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": factor}
+    if kind in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = length
     return rope
 
 
 def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a GGUF file with these values, or the `tokenizer.json` beside it.
+    """Returns the tokenizer of a GGUF file with these values.
 
-    Raises `ValueError` if that has other tokens, or if it is not known how the file's splits words.
+    Raises `ValueError` if a `tokenizer.json` beside the file would take its place, or if it is not
+    known how the file's splits words.
     """
     from transformers import AutoTokenizer
 
-    if (path.parent / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(path.parent)
-        tokens = values["tokenizer.ggml.tokens"]
-        count = tokenizer.vocab_size  # without added tokens
-        if tokenizer.convert_ids_to_tokens([*range(count)]) != tokens[:count]:
-            raise ValueError("the tokenizer.json beside it has other tokens: remove it")
-        end = tokens[values["tokenizer.ggml.eos_token_id"]]
-        tokenizer.eos_token = tokenizer.eos_token or end
-        tokenizer.chat_template = tokenizer.chat_template or values.get("tokenizer.chat_template")
-        return tokenizer
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    backend = tokenizer.backend_tokenizer
     splits = values.get("tokenizer.ggml.pre", "default")
-    if splits == "smollm":
-        each_digit = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([each_digit, backend.pre_tokenizer])
-    elif splits == "llama-bpe":
-        backend.model.ignore_merges = True  # words of the vocabulary are tokens, as in Llama 3
-    elif splits == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    gpt2 = isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel)
-    if gpt2 and splits not in ("gpt-2", "default"):
-        raise ValueError(
-            f"it splits words by the rules {splits!r}: put its tokenizer.json beside it, or give "
-            "--tokenizer"
-        )
-    if gpt2 and splits == "default":
-        print(f"{path} does not say how it splits words: taken as GPT-2's", file=sys.stderr)
-    return tokenizer
+    problem = f"it splits words by the rules {splits!r}"
+    if (path.parent / "tokenizer.json").is_file():
+        problem = "transformers would take the tokenizer.json beside it"
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        backend = tokenizer.backend_tokenizer
+        if splits == "smollm":
+            each_digit = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([each_digit, backend.pre_tokenizer])
+        elif splits == "llama-bpe":
+            backend.model.ignore_merges = True  # words of the vocabulary are tokens, as in Llama 3
+        elif splits == "qwen2":
+            backend.normalizer = normalizers.NFC()
+        if splits == "gpt-2" or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+            return tokenizer
+    raise ValueError(f"{problem}: give --tokenizer, the HF directory or Hub id of its tokenizer")

@@ -15,7 +15,7 @@ from tables import table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
-from gpt2_accel.tokenizer import byte_symbols, byte_tokenizer, load_tokenizer
+from gpt2_accel.tokenizer import byte_symbols, load_tokenizer
 from gpt2_accel.tools.importers import read_checkpoint, read_gguf
 
 SHAPE = {"n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
@@ -118,11 +118,11 @@ needs_5_23 = pytest.mark.skipif(
 BASE = 500_000.0
 
 
-def write_gguf(path, without="", tensors=(), head=False, **more):
+def write_gguf(path, without="", tensors=(), head=False, splits="gpt-2", **more):
     """Writes a Llama of one layer with matrices in Q8_0, and a byte-level BPE of 258 tokens.
 
     Has other `tensors`, by name, with `head` a copy of the embedding, and values, with `__` for the
-    dots of their names.
+    dots of their names; `splits` names the splitting of words.
     """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(64)
@@ -138,6 +138,7 @@ def write_gguf(path, without="", tensors=(), head=False, **more):
         writer.add_key_value(name.replace("__", "."), value, kind)
     writer.add_vocab_size(258)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(splits)
     writer.add_token_list([*byte_symbols(), "\u0120t", "<|endoftext|>"])
     writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
     writer.add_token_merges(["\u0120 t"])
@@ -215,7 +216,7 @@ def test_a_gguf_file_is_imported(kind, values, tmp_path):
     run_recipe("import_checkpoint", "--input", file, "--output_dir", tmp_path / "hf")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     assert reopened.dtype == torch.float32
-    assert reopened.config.tie_word_embeddings
+    assert reopened.config.tie_word_embeddings != values.get("head", False)
     ours = from_pretrained(tmp_path / "hf").eval()
     assert ours.config.architecture == "llama"
     with torch.no_grad():
@@ -232,21 +233,17 @@ def test_a_gguf_file_is_imported(kind, values, tmp_path):
 @needs_5_23
 def test_a_gguf_file_splits_words_as_its_model_did(tmp_path):
     def read(splits):
-        file = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__pre=splits)
-        return read_gguf(file)[1]
+        return read_gguf(write_gguf(tmp_path / "a.gguf", splits=splits))[1]
 
     digits = read("smollm").backend_tokenizer
     words = digits.pre_tokenizer.pre_tokenize_str("12 t")
     assert [word for word, _ in words] == ["1", "2", "\u0120t"]
-    with refused("'other': put its tokenizer.json beside it"):
-        read("other")
+    for unknown in ("other", "default"):
+        with refused(f"rules '{unknown}': give --tokenizer"):
+            read(unknown)
     digits.save(str(tmp_path / "tokenizer.json"))
-    beside = read("other")
-    assert beside.backend_tokenizer.pre_tokenizer.pre_tokenize_str("12 t") == words
-    assert (beside.eos_token, beside.chat_template) == ("<|endoftext|>", TEMPLATE)
-    byte_tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with refused("has other tokens"):
-        read("other")
+    with refused("would take the tokenizer.json beside it: give --tokenizer"):
+        read("gpt-2")
 
 
 @needs_5_23
