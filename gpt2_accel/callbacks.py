@@ -160,11 +160,8 @@ class Kept:
     """Measures what the run keeps of its base model, as `val/kept`: see `evals/kept.py`.
 
     The base is sampled before the first update, and checkpoints hold the `base` texts. Of pairs of
-    answers it also answers a held-out prompt, shown at the end with the answer then. The estimate
-    is made after the last update, and at each quarter of a run that costs far more.
+    answers it also answers a held-out prompt, shown at the end with the answer then.
     """
-
-    SHARE = 0.0075  # largest cost of an estimate, as a share of the run's
 
     def __init__(self) -> None:
         self.base: dict[str, Any] = {}  # empty if nothing is measured
@@ -193,25 +190,21 @@ class Kept:
             run.stopping |= on_main_process(lambda: run.stop.reason is not None)
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
+        """Makes the estimate after the last update."""
         if not self.base or diverged(run):
             return
         if run.stopping:  # what is postponed may end the run
             run.postpone()
             return
-        last = not goes_on(run)
-        # A forward pass costs a third of a forward and backward pass.
-        tokens = sum(len(prompt + sampled) for prompt, sampled in self.base["texts"])
-        cost = tokens / 3 / run.metadata["tokens"]
-        quarters = {run.updates * n // 4 for n in (1, 2, 3)} if cost < self.SHARE else ()
-        if last or run.step in quarters:
-            run.log.print_line("measuring what is kept of the base")
-            results, answers = on_plain_model(
-                run, lambda model: kept.compare(model, run.tokenizer, self.base)
-            )
-            run.log.evaluation(results)
-            call(run, "on_evaluate", metrics=results)
-            if last:
-                run.remark(kept.verdict(results, self.base, answers, run.tokenizer))
+        if goes_on(run):
+            return
+        run.log.print_line("measuring what is kept of the base")
+        results, answers = on_plain_model(
+            run, lambda model: kept.compare(model, run.tokenizer, self.base)
+        )
+        run.log.evaluation(results)
+        call(run, "on_evaluate", metrics=results)
+        run.remark(kept.verdict(results, self.base, answers, run.tokenizer))
 
 
 class Profiler(torch.profiler.profile):
