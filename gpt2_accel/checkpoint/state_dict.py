@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import find_device, send_to_device
 from safetensors.torch import load_file
 
 from gpt2_accel.checkpoint.find import STATE
@@ -111,15 +111,6 @@ def split(
     return tensors, values
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of a parameter group are equal: tensors, lists of them or values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
 def read_states(
     checkpoint: Path, file: str, values: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
@@ -188,8 +179,8 @@ class TrainingState:
     has the parameter's name in the unwrapped model, that of a parameter group is `group#NUMBER`.
     The state of a callback has the name of its class, or `NAME#2` for the second of a class. Values
     that are not tensors are numbers, texts, lists and dicts, as in JSON. A parameter group keeps
-    only the values that have changed since: the others are settings, and a resume may have new
-    ones.
+    tensors, and values that have changed since: the others are settings, and a resume may have
+    new ones.
 
     Raises `ValueError` if the optimizer has a parameter that the model does not have.
     """
@@ -246,7 +237,7 @@ class TrainingState:
         states = {name: state.get(p, {}) for name, p in self.parameters.items()}
         for name, start in self.start.items():
             now = self._values(self.groups[name])
-            states[name] = {k: v for k, v in now.items() if not same(v, start.get(k))}
+            states[name] = {k: v for k, v in now.items() if find_device(v) or v != start.get(k)}
         tensors, others = split(states)
         groups = [others.pop(name, {}) for name in self.groups]
         named = {name: callback.state_dict() for name, callback in self.callbacks.items()}
