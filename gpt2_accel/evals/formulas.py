@@ -73,7 +73,7 @@ def number(values: Mapping[str, Any], name: str) -> str:
 
     A share, a mean of zeros and ones, is known by its standard error, which other values between 0
     and 1 do not have. Its interval is Wilson's (1927), also if all samples are right, or all wrong.
-    Files of release 0.6 have no number of samples: the error gives that of a share.
+    Files of release 0.6 have no number of samples: the interval is then that of many.
 
     The interval of another mean is Student's t. With 20 samples it holds the true mean in 95% of
     cases if they are normal, 92% if exponential, 86% if lognormal with sigma 1; with 200 samples in
@@ -83,11 +83,10 @@ def number(values: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     known = [value]
-    if error is not None and (error or n):
+    if error or n:
         variance = value * (1 - value)
-        size = n or (variance / error**2 + 1.5) // 1
-        if (n or variance > 0) and math.isclose(error**2 * (size - 1), variance):
-            w = T[-1] ** 2 / size
+        if n and math.isclose(error**2 * (n - 1), variance):
+            w = T[-1] ** 2 / n
             half = math.sqrt(w * (variance + w / 4))
             low, high = ((value + w / 2 + side) / (1 + w) for side in (-half, half))
             return f"{value:.4f} ({abs(low):.4f} to {high:.4f})"
