@@ -210,7 +210,7 @@ class TrainConfig:
     report_to: list[str] = setting([], "trackers: wandb, tensorboard, trackio")
     seed: int = setting(1337, "seed of weights, data order, dropout and samples")
     deterministic: bool = setting(False, "use torch's deterministic algorithms, which are slower")
-    dry_run: list[str] = setting([], "print memory, time and cost of this or another launch")
+    dry_run: list[str] = setting([], "print memory and time of this or another launch")
     profile: int = setting(0, "updates to trace into trace-<rank>.json")
 
     def __post_init__(self) -> None:

@@ -35,21 +35,19 @@ from gpt2_accel.runtime.recipe_command import folder
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE
 
 DEVICES = ("A100", "H100", "H200")  # default GPUs
-DEAREST = 1000  # an hour of a device; a larger number is the name of a GPU
 
 
 def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
     """Returns the summary of a run as text: parameters, tokens, FLOPs, memory and time.
 
     `config.dry_run` has a launch config (a file, or the name of a shipped one; default the launch
-    of this process), a key of `GPUS`, and the price of a device for an hour. Without a GPU's name
-    it plans for the memory of the first of `DEVICES`, or of a CPU if the launch uses one. `data`
+    of this process) and a key of `GPUS`. Without a GPU's name it plans for the memory of the first of `DEVICES`, or of a CPU if the launch uses one. `data`
     are those of `config.data_dir` if they are not given. Sets the length of the run in `config`.
 
     Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch
     cannot be divided among the processes.
     """
-    launch, gpu, price = read_words(config.dry_run)
+    launch, gpu = read_words(config.dry_run)
     vocab_size, amount = set_length(config, data)
     shape = model_shape(config, vocab_size)
     model = planned_model(config, shape)
@@ -91,10 +89,6 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
         f"micro-batch {size} x {config.tokens_per_sequence}, before compilation",
         f"time          {', '.join(times)}, at {TYPICAL_MFU:.0%} of the peak in half precision",
     ]
-    if price:
-        total = price * flops / TYPICAL_MFU / 3600
-        costs = [f"{total / GPUS[name].peak_flops:,.2f} on {name}" for name in gpus]
-        lines.append(f"cost          {', '.join(costs)}, at {price:g} an hour each")
     if config.lora and isinstance(model, AnyModel):
         lines.append(describe_lora(model))
     if note:
@@ -123,30 +117,27 @@ def set_length(config: TrainConfig, data: Data | None) -> tuple[int, str]:
     return GPT2_VOCAB_SIZE, "not prepared yet, GPT-2's vocabulary is assumed"
 
 
-def read_words(words: list[str]) -> tuple[Launch, str | None, float]:
-    """Returns the launch, the GPU and the price, 0 for none, in the words of `--dry_run`.
+def read_words(words: list[str]) -> tuple[Launch, str | None]:
+    """Returns the launch and the GPU, or None, in the words of `--dry_run`.
 
     Raises `ValueError` for another word or launch config, `FileNotFoundError` for a missing file.
     """
     launch = this_launch()
     gpu = None
-    price = 0.0
     for word in words:
         shipped = folder("accelerate_configs") / f"{word.replace('-', '_')}.yaml"
         if word in GPUS:
             gpu = word
-        elif word.replace(".", "", 1).isdecimal() and float(word) < DEAREST:
-            price = float(word)
         elif shipped.is_file():
             launch = read_launch(str(shipped))
         elif word.endswith((".yaml", ".yml")):
             launch = read_launch(word)
         elif word not in ("here", "true"):
             raise ValueError(
-                f"--dry_run takes a launch config, one of {', '.join(GPUS)} (in quotes), and a "
-                f"price per hour of each, got {word!r}"
+                f"--dry_run takes a launch config and one of {', '.join(GPUS)} (in quotes), got "
+                f"{word!r}"
             )
-    return launch, gpu, price
+    return launch, gpu
 
 
 def this_launch() -> Launch:
