@@ -41,8 +41,9 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
     """Returns the summary of a run as text: parameters, tokens, FLOPs, memory and time.
 
     `config.dry_run` has a launch config (a file, or the name of a shipped one; default the launch
-    of this process) and a key of `GPUS`. Without a GPU's name it plans for the memory of the first of `DEVICES`, or of a CPU if the launch uses one. `data`
-    are those of `config.data_dir` if they are not given. Sets the length of the run in `config`.
+    of this process) and a key of `GPUS`. Without a GPU's name it plans for the memory of the first
+    of `DEVICES`, or of a CPU if the launch uses one. `data` are those of `config.data_dir` if they
+    are not given. Sets the length of the run in `config`.
 
     Raises `ValueError` for another word, for `epochs` of data that is not prepared, or if the batch
     cannot be divided among the processes.

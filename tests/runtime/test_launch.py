@@ -176,10 +176,7 @@ def test_a_dry_run_plans_for_hardware_of_another_machine(tiny, tmp_path, capsys)
     save_pretrained(GPT(shape), tmp_path / "start", byte_tokenizer())
     cpu_plan = planned("cpu", init_from=str(tmp_path / "start"))
     assert f"{shape.parameter_count:,} parameters" in cpu_plan
-    plan = planned("8xa100", "RTX 4090", "500", max_steps=10**8)
-    hours = float(plan.split(" FLOPs")[0].split()[-1]) / (0.4 * 165e12) / 3600
-    cost = float(plan.split("cost ")[1].split()[0].replace(",", ""))
-    assert cost == pytest.approx(500 * hours, rel=0.01)
+    assert "on 8 x RTX 4090" in planned("8xa100", "RTX 4090")
     with refused("--dry_run .*no.yaml"):
         planned("no.yaml")
     assert not (tmp_path / "run").exists()
