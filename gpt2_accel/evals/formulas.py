@@ -83,7 +83,7 @@ def number(values: Mapping[str, Any], name: str) -> str:
     if value is None:
         return ""
     known = [value]
-    if error or n:
+    if error is not None:
         variance = value * (1 - value)
         if n and math.isclose(error**2 * (n - 1), variance):
             w = T[-1] ** 2 / n
