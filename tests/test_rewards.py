@@ -163,19 +163,16 @@ def test_a_cut_answer_can_be_masked():
     assert (targets == -100).all() and not sampled.any()
 
 
+SHORT = (
+    "--micro_batch_size 2 --reward tests/reward_script.py:letters --batch_size 4 --group 4 "
+    "--max_new_tokens 8 --max_steps 6 --save_every 3 --sample_every 3 --test_every 3 "
+    "--learning_rate 1e-3"
+)
+
+
 def flags(chat_model, tasks_file, folder, **changes):
-    values = {
-        "micro_batch_size": 2,
-        "data": tasks_file,
-        "model": chat_model,
-        "reward": "tests/reward_script.py:letters",
-    }
-    values |= {"output_dir": folder, "batch_size": 4, "group": 4, "max_new_tokens": 8}
-    values |= {"max_steps": 6, "save_every": 3, "sample_every": 3, "test_every": 3}
-    values |= {"learning_rate": 1e-3}
-    return [
-        word for name, value in (values | changes).items() for word in (f"--{name}", str(value))
-    ]
+    given = {"data": tasks_file, "model": chat_model, "output_dir": folder} | changes
+    return SHORT.split() + [f"--{name}={value}" for name, value in given.items()]
 
 
 def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file, tmp_path):
