@@ -57,9 +57,10 @@ def kept_by(folder):
 
 def test_a_run_measures_it_and_resumes_to_the_same(chat_base, tmp_path):
     rows = write_lines(tmp_path / "rows.jsonl", chat_rows(21))
-    flags = ["--model", chat_base, "--data", rows, "--total_batch_size", 512, "--save_every", 2]
-    flags += ["--max_steps", 3, "--learning_rate", 1e-2, "--sample_every", 0, "--eval_every", 0]
-    flags += ["--keep_best", "false"]
+    flags = (
+        f"--model {chat_base} --data {rows} --total_batch_size 512 --save_every 2 --max_steps 3 "
+        "--learning_rate 1e-2 --sample_every 0 --eval_every 0 --keep_best false"
+    ).split()
     one, two = tmp_path / "one", tmp_path / "two"
     run_recipe("chat_sft", *flags, "--output_dir", one)
     value = kept_by(one)

@@ -33,8 +33,13 @@ def decay_of(run):
 def test_quickstart_prepares_a_file_beside_its_run(tmp_path):
     text = tmp_path / "my.txt.gz"
     text.write_bytes(gzip.compress(make_text(2000, 0).encode()))
-    small = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32, "total_batch_size": 512}
-    flags = [f"--{name}={value}" for name, value in small.items()]
+    flags = [
+        "--n_layer=1",
+        "--n_head=1",
+        "--n_embd=16",
+        "--n_positions=32",
+        "--total_batch_size=512",
+    ]
     flags += ["--data", text, "--output_dir", tmp_path / "run", "--vocab_size", 270]
     for steps in (1, 2):  # the second goes on with the same shards
         run_recipe("quickstart", *flags, "--max_steps", steps)
