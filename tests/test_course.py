@@ -13,11 +13,12 @@ import pytest
 import yaml
 from launching import ROOT
 from nbclient import NotebookClient
+from tables import table
 
 NOTEBOOKS = sorted((ROOT / "course").glob("*.ipynb"))
 LONG = os.environ.get("COURSE") == "long"
 EXERCISES = yaml.safe_load((ROOT / "course/exercises.yaml").read_text(encoding="utf-8"))
-ANSWERS = yaml.safe_load((ROOT / "tests/course/answers.yaml").read_text(encoding="utf-8"))
+ANSWERS = table("course/answers")
 # What the check and the solution's cell print, by the kind of answer.
 PRINTED = {
     "empty": ("not written yet.", "the solution of "),

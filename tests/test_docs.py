@@ -97,11 +97,3 @@ def test_the_errors_on_the_troubleshooting_page_exist_in_the_code():
             there |= texts_of(path.read_text())
     assert len(quoted) == 10
     assert [message for message in quoted if message not in there] == []
-
-
-def test_two_processes_on_a_cpu_are_two():
-    """`--num_processes 2 --cpu` starts one: the pages have the command of hardware.md."""
-    pages = "".join(path.read_text() for path in [*ROOT_PAGES, *PAGES, *ROOT.glob("*/*.ipynb")])
-    several = [x for x in pages.splitlines() if "launch " in x and "--num_processes " in x]
-    assert [line for line in several if "--cpu" in line or "--multi_gpu" not in line] == []
-    assert len(several) == pages.count("ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 accelerate")

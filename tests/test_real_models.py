@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import losses, metrics, run_recipe, write_lines
+from tables import table
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from gpt2_accel import from_pretrained, save_pretrained
@@ -20,19 +21,7 @@ MODELS = Path(os.environ.get("MODELS", "nowhere"))
 pytestmark = pytest.mark.skipif(not MODELS.is_dir(), reason="in make test-real MODELS=FOLDER")
 SMOLLM2, GEMMA = MODELS / "smollm2-135m-instruct", MODELS / "gemma-3-270m"
 TEXT = "The three largest cities of Italy are Rome, Milan and Naples. In 1861"
-CONVERSATIONS = {
-    "one turn": [("user", "What is the capital of France?")],
-    "several turns": [
-        ("user", "My name is Ada."),
-        ("assistant", "Hello Ada! How can I help you?"),
-        ("user", "What is my name?"),
-    ],
-    "a system message": [("system", "You answer in one word."), ("user", "What do bees make?")],
-}
-
-
-def messages(name):
-    return [{"role": role, "content": content} for role, content in CONVERSATIONS[name]]
+CONVERSATIONS = table("real_models")
 
 
 @pytest.mark.parametrize("folder", [SMOLLM2, GEMMA], ids=lambda path: path.name)
@@ -62,8 +51,8 @@ def test_gemma_begins_with_bos_and_keeps_its_tied_rows(tmp_path):
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_greedy_answers_are_those_of_a_pipeline(name):
     chat = pipeline("text-generation", model=str(SMOLLM2), dtype=torch.float32)
-    expected = chat(messages(name), max_new_tokens=24, do_sample=False)[0]["generated_text"]
-    [done] = complete(*load(str(SMOLLM2)), [messages(name)], Sampling(24, temperature=0))
+    expected = chat(CONVERSATIONS[name], max_new_tokens=24, do_sample=False)[0]["generated_text"]
+    [done] = complete(*load(str(SMOLLM2)), [CONVERSATIONS[name]], Sampling(24, temperature=0))
     assert done.text == expected[-1]["content"]
 
 

@@ -24,6 +24,7 @@ from conftest import (
 )
 from launching import EAGER, launch
 from reward_script import letters
+from tables import table
 
 from gpt2_accel import from_pretrained, rewards
 from gpt2_accel.charts import fallen
@@ -162,19 +163,16 @@ def test_a_cut_answer_can_be_masked():
     assert (targets == -100).all() and not sampled.any()
 
 
+SHORT = (
+    "--micro_batch_size 2 --reward tests/reward_script.py:letters --batch_size 4 --group 4 "
+    "--max_new_tokens 8 --max_steps 6 --save_every 3 --sample_every 3 --test_every 3 "
+    "--learning_rate 1e-3"
+)
+
+
 def flags(chat_model, tasks_file, folder, **changes):
-    values = {
-        "micro_batch_size": 2,
-        "data": tasks_file,
-        "model": chat_model,
-        "reward": "tests/reward_script.py:letters",
-    }
-    values |= {"output_dir": folder, "batch_size": 4, "group": 4, "max_new_tokens": 8}
-    values |= {"max_steps": 6, "save_every": 3, "sample_every": 3, "test_every": 3}
-    values |= {"learning_rate": 1e-3}
-    return [
-        word for name, value in (values | changes).items() for word in (f"--{name}", str(value))
-    ]
+    given = {"data": tasks_file, "model": chat_model, "output_dir": folder} | changes
+    return SHORT.split() + [f"--{name}={value}" for name, value in given.items()]
 
 
 def test_the_recipe_trains_evaluates_and_resumes_exactly(chat_model, tasks_file, tmp_path):
@@ -226,88 +224,16 @@ def outcome(function, *arguments):
         return str(error)
 
 
-NUMBERS = r"""
-["72", "The answer is 72.", "1"]
-["a b #### 1,000", "it is 1000", "1"]
-["#### 72", "72 or 73", "0"]
-["-3", "so -3.0", "1"]
-["5", "none", "0"]
-["\u22125", "x=-5", "1"]
-[-5, "it is \u22125...", "1"]
-["2", "10-2", "1"]
-["2", "pages 10\u20132", "1"]
-["3", "GPT-3", "1"]
-["-5", "-$5.00", "1"]
-["50%", "50", "1"]
-[0.5, "is .5", "1"]
-["-.5", "-0.50", "1"]
-["5", "...5", "1"]
-["12.", "12", "1"]
-["1e5", "100,000", "1"]
-["1.5e\u22123", ".0015", "1"]
-["1e999", "1E999", "1"]
-["5", "1e999", "0"]
-["5", "1e99999999999999999999", "0"]
-["9007199254740993", "9007199254740992", "0"]
-["\uff11\uff12", "12", "1"]
-["\u0663", "3", "1"]
-["\\boxed{1{,}000}", "1,000", "1"]
-["4", "3,4", "1"]
-["3,000", "3,0000", "0"]
-["2*9=<<2*9=18>>18\n#### 18", "$18", "1"]
-["2+2=4", "4", "1"]
-["Step 1: 72 m\u00b2", "72", "1"]
-["In 2024, 72", "72", "1"]
-["one", "", "has an answer without a number"]
-["3/4", "4", "has an answer without a number, or with an ambiguous last one ('3/4')"]
-["12:30", "30", "has an answer without"]
-["2024-05-06", "6", "has an answer without"]
-["10^5", "5", "has an answer without"]
-["10^{5}", "5", "has an answer without"]
-["3-4", "4", "has an answer without"]
-["3 \u2013 4", "4", "has an answer without"]
-["1\u2009000", "0", "has an answer without"]
-["1'000", "0", "has an answer without"]
-["3,4", "4", "has an answer without"]
-["(3, 4)", "4", "has an answer without"]
-["1.2.3", "3", "has an answer without"]
-["5\u00bd", "5", "has an answer without"]
-["10\u00b2", "10", "has an answer without"]
-["1\u00d710^5", "5", "has an answer without"]
-["\\frac{3}{4}", "4", "has an answer without"]
-["3 : 4", "4", "has an answer without"]
-["3 or 4", "4", "has an answer without"]
-["1e5e6", "6", "has an answer without"]
-[null, "", "has no answer"]
-[" \n", "", "has no answer"]
-[[3], "3", "has no answer"]
-[NaN, "nan", "has no answer"]
-[true, "True", "has no answer"]
-"""
+CASES = table("rewards")
 
 
-@pytest.mark.parametrize("line", NUMBERS.split("\n")[1:-1])
-def test_the_last_number_is_compared(line):
-    answer, text, expected = json.loads(line)
+@pytest.mark.parametrize(("answer", "text", "expected"), CASES["numbers"])
+def test_the_last_number_is_compared(answer, text, expected):
     assert outcome(number_reward, {"answer": answer}, text).startswith(expected)
 
 
-SCORES = """True => 1.0
-np.float32(1) => 1.0
-np.ones(()) => 1.0
-torch.ones(()) => 1.0
-float('nan') => nan, not a finite number
-'0.5' => '0.5', not a finite number
-[1.0] => [1.0], not a finite number
-row['x'] => the reward raises KeyError ('x') for the text 'a text'
-torch.ones(2) => the reward raises ValueError
-10**5000 => the reward raises OverflowError
-exit(3) => the reward raises SystemExit (3)"""
-
-
-@pytest.mark.parametrize("line", SCORES.split("\n"))
-def test_a_reward_is_a_finite_number(line):
-    code, expected = line.split(" => ")
+@pytest.mark.parametrize(("code", "expected"), CASES["scores"])
+def test_a_reward_is_a_finite_number(code, expected):
     assert expected in outcome(rewards.score, lambda row, text: eval(code), {}, "a text")
 
 

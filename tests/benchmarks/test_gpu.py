@@ -4,18 +4,17 @@ import inspect
 import json
 import math
 import sys
+from pkgutil import resolve_name
 
 import pytest
 from conftest import long, read_json
 from launching import ROOT, python
+from tables import table
 
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu_checks
 from cards import difference, read_cards
-
-import gpt2_accel.data.loader
-import gpt2_accel.train as loop
 
 
 @long
@@ -52,29 +51,7 @@ def test_a_record_of_others_changes_nothing_but_its_row(tmp_path, changes):
     assert bool(refused) == bool(changes)
 
 
-# Mistakes that the record of a GPU has to show: a function, its code, and the wrong one.
-MISTAKES = {
-    "a learning rate of 1.05 times": (
-        loop.run_updates,
-        "set_learning_rate(optimizer, lr,",
-        "set_learning_rate(optimizer, 1.05 * lr,",
-    ),
-    "gradients not divided by the accumulation": (
-        loop.accumulate_gradients,
-        "run.backward(loss, last",
-        "run.backward(loss * batch.divisor, last",
-    ),
-    "the last micro-batch's loss": (
-        loop.accumulate_gradients,
-        'totals["loss"] += loss.detach()',
-        'totals["loss"] = loss.detach() * batch.divisor',
-    ),
-    "all targets count": (
-        gpt2_accel.data.loader.Windows,
-        "np.where(tokens & COUNTS, ids, -100)",
-        "ids",
-    ),
-}
+MISTAKES = table("benchmarks/mistakes")
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +71,8 @@ def trajectory(conversations, tmp_path, monkeypatch):
 @long
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_beyond_the_tolerance_of_each_precision(mistake, trajectory, monkeypatch):
-    function, right, wrong = MISTAKES[mistake]
+    name, right, wrong = MISTAKES[mistake]
+    function = resolve_name(name)
     code = inspect.getsource(function)
     assert code.count(right) == 1
     module = sys.modules[function.__module__]

@@ -7,20 +7,19 @@ import statistics
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import yaml
+from tables import table
 from torch import nn
 from torch.nn import functional as F
 
 from gpt2_accel.tools.course import check, keep
 
 checks = sys.modules[check.__module__]
-ANSWERS = yaml.safe_load((Path(__file__).parent / "answers.yaml").read_text(encoding="utf-8"))
+ANSWERS = table("course/answers")
 RIGHT = [
     (name, source)
     for name, entry in checks.EXERCISES.items()

@@ -1,18 +1,14 @@
-"""Mixtures, the document mask, and very large data sets."""
+"""Mixtures and the document mask."""
 
-import json
-import os
 import shutil
-import time
 
 import numpy as np
 import pytest
-from conftest import losses, make_text, read_json, refused, reset_accelerate, run, tiny_config
+from conftest import losses, make_text, refused, reset_accelerate, run, tiny_config
 
 from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, locate_phases
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare
-from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.data.source import open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer
 from gpt2_accel.train import train
@@ -123,22 +119,3 @@ def test_the_document_mask_changes_the_loss_and_does_not_depend_on_the_micro_bat
     assert losses(masked) != losses(plain)
     assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)
-
-
-# Sizes
-
-
-def test_13_000_shards_open_fast_with_few_open_files(data_dir, tmp_path):
-    shutil.copytree(data_dir, tmp_path / "d")
-    manifest = read_json(tmp_path / "d/manifest.json")
-    train = manifest["splits"]["train"]
-    train["shards"] *= 13_000
-    train["tokens"] *= 13_000
-    (tmp_path / "d/manifest.json").write_text(json.dumps(manifest))
-    begun = time.process_time()
-    loader = mixture_loader(tmp_path / "d")
-    for _ in range(8):  # a run reads it this often
-        read_manifest(tmp_path / "d")
-    assert time.process_time() - begun < 1
-    assert len(list(loader.update(0, 800))) == 200
-    assert len(os.listdir("/proc/self/fd")) < 300

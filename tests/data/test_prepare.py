@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -389,31 +388,6 @@ def test_a_restart_continues_and_a_changed_source_starts_anew(tmp_path, monkeypa
         assert read[0] == (0, 0)
     with refused("exists already"):
         prepared("e")
-
-
-def test_shards_are_on_disk_before_their_record_and_all_files_before_the_folder(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "a.jsonl").write_text(json_lines(make_text(30, seed) for seed in range(80)))
-    synced = set()
-    named = []
-
-    def checked(rename):
-        def run(source, target):
-            source = Path(source)
-            files = source.rglob("*") if source.is_dir() else source.parent.glob("*.bin")
-            assert synced.issuperset(path.stat().st_ino for path in files)
-            named.append(Path(target).name)
-            return rename(source, target)
-
-        return run
-
-    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
-    monkeypatch.setattr(os, "rename", checked(os.rename))
-    monkeypatch.setattr(os, "replace", checked(os.replace))
-    made(sources_of(tmp_path), tmp_path / "d", shard_tokens=1000)
-    assert named.count("record.json") > 3
-    assert named[-1] == "d"
 
 
 @pytest.mark.parametrize("name", ["2.jsonl", "0.txt"])

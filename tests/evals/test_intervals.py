@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tables import table
 
 from gpt2_accel.evals.core import core_of
 from gpt2_accel.evals.formulas import mean, number
 
-# Standard deviation / mean of samples: of windows of Python's library by the quickstart's model;
-# of texts in val/kept (benchmarks/results/cpu/real_models.csv), but for a divergence of 0.001,
-# whose log-ratios have both signs.
-SPREADS = [0.3, 0.38, 0.43, 0.46, 0.49, 0.62, 0.95, 1.18]
+CASES = table("evals/intervals")
 TASKS = [SimpleNamespace(name=i, guessing=i % 3 / 4) for i in range(22)]
 
 
@@ -41,7 +39,7 @@ def core(random, n, p):
 
 KINDS = [
     (share, np.arange(1, 100, 2) / 100),
-    (loss, SPREADS),
+    (loss, CASES["spreads"]),
     (reward, [0.3, 0.5, 0.7]),
     (core, [0.1, 0.9]),
 ]
@@ -62,15 +60,6 @@ def test_an_interval_holds_the_true_value(draw, cases):
         assert min(shares) > 0.9
 
 
-WRITTEN = [
-    ([1.0, 0.0, 20], "1.0000 (0.8389 to 1.0000)"),
-    ([0.025, 0.025], "0.0250 ± 0.0490"),  # 1 of 40, by release 0.6
-    ([3.0, 0.1], "3.0000 ± 0.1960"),
-    ([3.0, 0.1, 16], "3.0000 ± 0.2131"),
-    ([np.nan, np.nan], "nan ± nan"),
-]
-
-
-@pytest.mark.parametrize(("values", "text"), WRITTEN)
+@pytest.mark.parametrize(("values", "text"), CASES["written"])
 def test_a_figure_is_written_with_its_interval(values, text):
     assert number(dict(zip(("x", "x_stderr", "x_stderr_n"), values, strict=False)), "x") == text

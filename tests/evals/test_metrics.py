@@ -5,6 +5,7 @@ from pathlib import Path
 
 import evaluate
 import pytest
+from tables import table
 
 from gpt2_accel.evals import formulas, metrics
 
@@ -23,24 +24,14 @@ def load(tmp_path, monkeypatch):
 
 
 def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
-    choices = {
-        "scores": [[-1.0, -1.0], [-4.0, -3.0], [-2.0, -1.5], [0.0, math.nan]],
-        "lengths": [[1, 1], [4, 1], [1, 1], [1, 1]],
-        "references": [0, 0, 0, 0],
-    }
-    texts = {"predictions": [" yes\n", "Yes", "no"], "references": ["yes", "yes", "no "]}
-    for name, file, columns, expected in [
-        ("acc", "choice_accuracy", choices, 2 / 4),  # the first of equal ones; NaN is wrong
-        ("exact_match", "exact_match", texts, 2 / 3),
-    ]:
+    for name, (file, *config), columns, expected in table("evals/metrics"):
         results = metrics.combine("x", file, {name: columns})
         n = len(columns["references"])
         error = math.sqrt(expected * (1 - expected) / (n - 1))
         both = {f"x/{name}_stderr": error, f"x/{name}_stderr_n": n}
         assert results == pytest.approx({f"x/{name}": expected} | both)
-        loaded = load(file).compute(**columns)
+        loaded = load(file, *config).compute(**columns)
         assert {f"x/{key}": value for key, value in loaded.items()} == results
-    assert load("choice_accuracy", "acc_norm").compute(**choices)["acc_norm"] == 2 / 4
     windows = {"nats": [3.0, 5.0], "tokens": [2, 2]}
     expected = formulas.token_loss(**windows, text_bytes=8)
     assert load("token_loss").compute(**windows, text_bytes=8) == expected

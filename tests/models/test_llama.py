@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close
+from tables import table
 from transformers import AutoModelForCausalLM
 
 from gpt2_accel.hf.convert import hf_config
 from gpt2_accel.hf.tensors import from_hf
+from gpt2_accel.models import config_class
 from gpt2_accel.models.llama import LlamaConfig
 from gpt2_accel.models.nanochat import NanochatConfig
 from gpt2_accel.models.qwen3 import Qwen3Config
@@ -92,23 +94,20 @@ class Settings:
 
 
 @pytest.mark.parametrize(
-    "kind, of_two_heads, of_depth_12, tied",
-    [
-        (LlamaConfig, (2, 384), (4, 2048), True),
-        (Qwen3Config, (1, 384), (6, 2304), True),
-        (NanochatConfig, (2, 512), (6, 3072), False),
-    ],
-    ids=["llama", "qwen3", "nanochat"],
+    ("architecture", "of_two_heads", "of_depth_12", "tied"), table("models/cases")["shapes"]
 )
-def test_shapes_follow_from_depth_and_from_single_settings(kind, of_two_heads, of_depth_12, tied):
+def test_shapes_follow_from_depth_and_from_single_settings(
+    architecture, of_two_heads, of_depth_12, tied
+):
+    kind = config_class(architecture)
     settings = Settings()
     shape = kind.from_settings(settings, 100)
     assert shape.head_dim == 64
     assert shape.tied == tied
-    assert (shape.n_kv_head, shape.n_inner) == of_two_heads
+    assert [shape.n_kv_head, shape.n_inner] == of_two_heads
     settings.depth = 12
     shape = kind.from_settings(settings, 100)
     assert shape.n_layer == 12
     assert shape.n_embd == 768
     assert shape.n_head * shape.head_dim == 768
-    assert (shape.n_kv_head, shape.n_inner) == of_depth_12
+    assert [shape.n_kv_head, shape.n_inner] == of_depth_12

@@ -13,9 +13,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 from conftest import make_text, reset_accelerate, run, tiny_config, write_lines
 from launching import ROOT, in_process
+from tables import table
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.tokenizer import char_tokenizer
@@ -48,11 +48,10 @@ SPECIAL = {
 
 def rows() -> list[dict]:
     """Returns the wrong inputs: `command`, `words` of its message, and perhaps `files`, `env`."""
-    here = Path(__file__).parent
-    lines = (here / "wrong_commands.txt").read_text().splitlines()
+    lines = (ROOT / "tests/recipes/wrong_commands.txt").read_text().splitlines()
     pairs = (line.split(" => ") for line in lines if line and line[0] != "#")
     cases = [{"command": command, "words": words} for command, words in pairs]
-    return cases + yaml.safe_load((here / "wrong_inputs.yaml").read_text())
+    return cases + table("recipes/wrong_inputs")
 
 
 @pytest.fixture(scope="module")

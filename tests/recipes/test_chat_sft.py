@@ -38,23 +38,16 @@ def rate_of(folder):
     return yaml.safe_load((folder / "config.yaml").read_text())["learning_rate"]
 
 
+SHORT = (
+    "--total_batch_size 512 --micro_batch_size 4 --max_steps 12 --log_every 1 --eval_every 0 "
+    "--keep_best false --learning_rate 1e-3 --patience 0 --sample_every 0 --save_every 2"
+)
+
+
 def settings(data, folder, **changes):
     """Returns the flags of a short run with windows of 128 tokens."""
-    values = {
-        "data_dir": data,
-        "output_dir": folder,
-        "total_batch_size": 4 * 128,
-        "micro_batch_size": 4,
-        "max_steps": 12,
-        "log_every": 1,
-        "eval_every": 0,
-        "keep_best": False,
-        "learning_rate": 1e-3,
-        "patience": 0,
-        "sample_every": 0,
-        "save_every": 2,
-    } | changes
-    return [f"--{name}={value}" for name, value in values.items()]
+    given = {"data_dir": data, "output_dir": folder} | changes
+    return SHORT.split() + [f"--{name}={value}" for name, value in given.items()]
 
 
 def test_twenty_conversations_become_exact_answers_that_end(chat_data, tmp_path):

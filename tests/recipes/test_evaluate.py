@@ -190,20 +190,3 @@ def test_results_of_a_checkpoint_are_in_the_runs_folder(tiny, data_dir, tmp_path
     [entry] = read_json(tmp_path / "run/evaluation.json").values()
     assert entry["step"] == 4
     assert len(entry["weights"]) == 64
-
-
-def test_the_main_process_chooses_the_checkpoint(tiny, tmp_path, monkeypatch):
-    """Another rank, which would find a newer one, evaluates the one that it is told."""
-    run(tiny("run", max_steps=4, save_every=2))
-    (tmp_path / "run/config.json").unlink()  # a running training has no model there
-
-    def told(function):
-        newest_here = function()
-        newest = tmp_path / "run/checkpoint-4"
-        return newest.with_name("checkpoint-2") if newest_here == newest else newest_here
-
-    monkeypatch.setattr("gpt2_accel.runtime.processes.on_main_process", told)
-    flags = ("--tasks", "text", "--data", __file__, "--output", tmp_path / "out.json")
-    run_recipe("evaluate", "--model", tmp_path / "run", *flags)
-    [entry] = read_json(tmp_path / "out.json").values()
-    assert entry["step"] == 2

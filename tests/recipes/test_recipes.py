@@ -33,9 +33,8 @@ def decay_of(run):
 def test_quickstart_prepares_a_file_beside_its_run(tmp_path):
     text = tmp_path / "my.txt.gz"
     text.write_bytes(gzip.compress(make_text(2000, 0).encode()))
-    small = {"n_layer": 1, "n_head": 1, "n_embd": 16, "n_positions": 32, "total_batch_size": 512}
-    flags = [f"--{name}={value}" for name, value in small.items()]
-    flags += ["--data", text, "--output_dir", tmp_path / "run", "--vocab_size", 270]
+    small = "--n_layer 1 --n_head 1 --n_embd 16 --n_positions 32 --total_batch_size 512"
+    flags = [*small.split(), "--data", text, "--output_dir", tmp_path / "run", "--vocab_size", 270]
     for steps in (1, 2):  # the second goes on with the same shards
         run_recipe("quickstart", *flags, "--max_steps", steps)
     assert metrics(tmp_path / "run")[-1]["step"] == 2
@@ -46,7 +45,7 @@ def test_quickstart_prepares_a_file_beside_its_run(tmp_path):
         run_recipe("quickstart", *flags, "--max_steps", 3)
     # A text that has grown keeps the run's tokenizer, and the run finds its data by itself.
     run_recipe("quickstart", *flags, "--max_steps", 3, "--ignore_changes")
-    run_recipe("quickstart", *flags[:5], "--output_dir", tmp_path / "run", "--max_steps", 4)
+    run_recipe("quickstart", *small.split(), "--output_dir", tmp_path / "run", "--max_steps", 4)
     assert metrics(tmp_path / "run")[-1]["step"] == 4
     tokenizers = (tmp_path / "run").glob("data-*/tokenizer/tokenizer.json")
     assert len({file.read_text() for file in tokenizers}) == 1

@@ -5,25 +5,15 @@ import shutil
 import pytest
 from conftest import long, losses, make_text, metrics, run, tiny_config, weights_digest, write_lines
 from interrupted import finish, repeatable
+from tables import table
 
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime.files import digest, read_json_lines
 from gpt2_accel.tokenizer import byte_tokenizer
 
-# Processes, micro-batches per update, precision, compilation, optimizer, interruption point:
-# pairwise combinations.
-EXACT = [(2, 2, "no", "no", "adamw", "warmup")]
-MORE = [
-    (1, 2, "bf16", "aot_eager", "muon", "across epochs"),
-    (1, 1, "no", "no", "adamw", "mid-epoch"),
-    (1, 1, "bf16", "no", "muon", "warmup"),
-    (2, 2, "no", "no", "muon", "warmup"),
-    (2, 1, "bf16", "aot_eager", "adamw", "mid-epoch"),
-    (1, 2, "bf16", "inductor", "muon", "mid-epoch"),
-    (2, 1, "bf16", "inductor", "adamw", "warmup"),
-]
-EXACT += [pytest.param(case, marks=long) for case in MORE]
+FIRST, *MORE = table("reliability/exact_resume")
+EXACT = [FIRST, *(pytest.param(case, marks=long) for case in MORE)]
 
 
 @pytest.fixture(scope="module")

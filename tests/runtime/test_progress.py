@@ -1,14 +1,11 @@
-"""The progress bar on a terminal and plain lines in a pipe."""
+"""Progress as plain lines in a pipe."""
 
 import re
-import sys
 
 from conftest import make_text, run, run_recipe
-from tqdm import tqdm
 
 from gpt2_accel.data.shards import read_manifest
 from gpt2_accel.runtime import progress
-from gpt2_accel.runtime.log import RunLog
 
 
 def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
@@ -17,20 +14,6 @@ def test_epochs_give_the_number_of_updates(tiny, capsys, tmp_path):
     tokens = read_manifest(config.data_dir)["splits"]["train"]["tokens"]
     updates = round(0.2 * tokens / config.total_batch_size)
     assert f"updates 0 to {updates}: " in capsys.readouterr().out
-
-
-def test_the_bar_fits_80_columns(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    log = RunLog(tmp_path, 0, 19073, lambda step: 524288 * step, None)
-    with log:
-        log.advance(1412)
-        log.seconds = 1400.0
-        log.training({"loss": 3.97123, "learning_rate": 5.9876e-4})
-        meter = log.bar.format_dict | {"ncols": 80, "elapsed": 7200}
-    shown = tqdm.format_meter(**meter)
-    assert len(shown) <= 80
-    words = r"loss=3.971, lr=0.000599, tok/s=528,782"
-    assert re.fullmatch(rf"7%\|.{{8,}}\| 1412/19073 \[25:00:\d\d left, {words}\]", shown)
 
 
 def test_long_tasks_print_progress_in_a_pipe(tiny, tmp_path, capsys, monkeypatch):

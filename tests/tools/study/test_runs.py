@@ -106,28 +106,24 @@ def test_a_run_of_a_study_equals_a_run_without_one(tiny, studied):
 
 
 @long
-def test_a_recorded_study_trains_nothing(studied, tmp_path):
+def test_a_recorded_study_trains_nothing_and_a_lost_table_is_written_from_its_runs(
+    studied, tmp_path
+):
     _, folder, write = studied
     path = write(tmp_path)
     copied = tmp_path / "elsewhere"  # the runs' folders are gone, the table is not
     copied.mkdir()
-    table = (folder / "runs.csv").read_text()
-    (copied / "runs.csv").write_text(table)
+    recorded = (folder / "runs.csv").read_text()
+    (copied / "runs.csv").write_text(recorded)
     assert "another version" not in compare(path, copied).stdout
     assert not (copied / "runs").exists()
-    assert (copied / "runs.csv").read_text() == table
-    (copied / "runs.csv").write_text(table.replace(rows(folder)[0]["code"], "0" * 12))
+    assert (copied / "runs.csv").read_text() == recorded
+    (copied / "runs.csv").write_text(recorded.replace(rows(folder)[0]["code"], "0" * 12))
     assert "some runs were recorded by another version" in compare(path, copied).stdout
-
-
-@long
-def test_a_lost_table_is_written_again_from_finished_runs(studied, tmp_path):
-    _, folder, write = studied
-    out = tmp_path / "out"
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("runs.csv"))
-    done = compare(write(tmp_path), out)
-    assert rows(out) == rows(folder)
-    assert "exit code" not in done.stderr  # nothing was trained
+    shutil.copytree(folder / "runs", copied / "runs")
+    (copied / "runs.csv").unlink()
+    assert "exit code" not in compare(path, copied).stderr
+    assert rows(copied) == rows(folder)
 
 
 def test_the_id_of_a_run_follows_from_its_settings_and_weights(tiny, data_dir, tmp_path):
