@@ -294,6 +294,12 @@ def as_in_a_new_process():
     signals.exit_code = 0
 
 
+def load_fixture(name: str, folder: Path) -> Path:
+    """Unpacks `fixtures/NAME.tar.xz` into a folder; returns the folder in it."""
+    shutil.unpack_archive(ROOT / f"tests/fixtures/{name}.tar.xz", folder, filter="data")
+    return folder / name
+
+
 def load_recipe(name):
     """Imports a recipe anew, without running it, as `recipe_NAME`: `evaluate` is also a library."""
     path = ROOT / "recipes" / f"{name}.py"
