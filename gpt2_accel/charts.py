@@ -45,7 +45,7 @@ def fallen(lines: Iterable[Mapping]) -> str:
     points = [
         (line["train/reward"], line.get("train/reward_stderr") or 0)
         for line in lines
-        if "train/reward" in line
+        if line.get("train/reward") is not None  # it is null without an answer that counts
     ]
     n = max(FEWEST, len(points) // 10)
     if len(points) < 2 * n:

@@ -179,7 +179,7 @@ def finish(run: Run) -> bool:
         stops_early(run) or run.finishing or run.step >= run.updates
     )
     reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
-    if stops_early(run):
+    if stops_early(run) and run.step < run.updates:
         reason = f"no lower validation loss in {config.patience} evaluations"
     if finished:
         if reason:

@@ -54,12 +54,14 @@ NUMBER = re.compile(
 )
 PLAIN = str.maketrans("\u2212\uff0d\u2013", "---", ",{}!$\\")
 # An answer with 0 for each number, if there is none, or if the last one is a part of 3/4, 12:30,
-# 1 000 or the like, is before a raised digit or a fraction, or stands alone with others.
+# 1 000, \sqrt{2} or the like, is before a raised digit or a fraction, or stands alone with others.
 UNCLEAR = re.compile(
     r"""(?x) 0 (?: [^\s0=\#>]* | [^\S\n]*[-\u2212\u2013/^*\xd7\xb7\xf7+]?[^\S\n]* | \ +:\ * ) 0\D*\Z
+    | (?: \\[dt]?frac | \\sqrt | \^ ) \W* 0\D*\Z | 0 (?: \W*\\pi | ! ) \D*\Z
     | 0\s*[\xb2\xb3\xb9\xbc-\xbe\u2070-\u2089\u2150-\u215f]\D*\Z
     | \A[^\w=\#>]* 0 (?: [^\w=\#>] | 0 | and | or | to )* 0 [^\w=\#>]*\Z | \A\D*\Z"""
 )
+LARGEST = 1e30  # a reward; squares of larger ones overflow in fp32
 LEVEL = 10  # updates with equal rewards in each group, after which a line is printed
 MULTIPLE = 16  # of tokens, to which rows are padded: a compiled model has few shapes
 
@@ -192,7 +194,7 @@ def score(reward: Reward, row: Mapping[str, Any], text: str) -> float:
             f"the reward raises {type(error).__name__} ({error}) for the text {text[:80]!r} and "
             f"the row {str(row)[:80]}: return a number for each text"
         ) from error
-    if value is not None and not math.isfinite(number):
+    if value is not None and not abs(number) < LARGEST:
         raise ValueError(
             f"the reward is {value!r:.80}, not a finite number: return one, or None to leave the "
             "answer out"
@@ -264,10 +266,11 @@ class PolicyGradient:
         self.log(run, groups[0])
         left = rewards.mean(axis=1).compressed().tolist() or [math.nan]
         return figures | {
-            "reward_stderr": math.nan,
+            "reward_stderr": math.nan,  # of a single prompt
+            "reward_stderr_n": len(left),
             **mean(left, name="reward"),
-            "solved_all": float((rewards >= 1).all(axis=1).mean()),
-            "solved_none": float((rewards <= 0).all(axis=1).mean()),
+            "solved_all": float(np.mean((rewards >= 1).all(axis=1).filled(False))),
+            "solved_none": float(np.mean((rewards <= 0).all(axis=1).filled(False))),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
             "sampled_tokens_per_second": total / (sampled - start),
             "trained_tokens_per_second": total / (perf_counter() - sampled),

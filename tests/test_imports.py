@@ -21,9 +21,9 @@ ROOMS = """
     evals
     estimate
     runtime
-    run tuning
-    saving charts preferences rewards
-    callbacks pushes lifecycle first_model
+    run tuning charts
+    saving preferences rewards first_model pushes
+    callbacks lifecycle
     setup
     train
     tools

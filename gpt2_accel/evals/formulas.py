@@ -90,5 +90,6 @@ def number(values: Mapping[str, Any], name: str) -> str:
             half = math.sqrt(w * (variance + w / 4))
             low, high = ((value + w / 2 + side) / (1 + w) for side in (-half, half))
             return f"{value:.4f} ({abs(low):.4f} to {high:.4f})"
-        known.append(error * np.polyval(T, 1 / (n - 1) if n else 0))
+        if error:  # equal values do not show how far others spread
+            known.append(error * np.polyval(T, 1 / (n - 1) if n else 0))
     return " ± ".join(f"{x:.4f}" if x < 1000 else f"{x:,.0f}" for x in known)

@@ -108,6 +108,7 @@ def stage(source: Path, target: Path, repo_id: str) -> None:
     They are hard links where possible, so `source` may be removed during the upload. The model card
     gets the name `repo_id`.
     """
+    target.mkdir(parents=True, exist_ok=True)
     for pattern in MODEL_FILES:
         for path in source.glob(pattern):
             link(path, target / path.name)

@@ -21,7 +21,7 @@ def test_losses_do_not_depend_on_processes_and_accumulation(tiny, tmp_path):
     many = metrics(tmp_path / "many")
     assert losses(many) == pytest.approx(losses(alone), abs=1e-5)
     evaluated = [name for name in alone[-1] if name.startswith(("val/", "hellaswag/"))]
-    assert len(evaluated) == 4 + 6
+    assert len(evaluated) == 5 + 9
     for name in evaluated:
         assert many[-1][name] == pytest.approx(alone[-1][name], rel=1e-4)
     # Only the main process prints, plain lines in a pipe.
