@@ -22,8 +22,9 @@ ROOMS = """
     estimate
     runtime
     run tuning
-    saving charts preferences rewards
-    callbacks pushes lifecycle first_model
+    saving charts preferences first_model
+    rewards pushes
+    callbacks lifecycle
     setup
     train
     tools
