@@ -29,7 +29,6 @@ from gpt2_accel.checkpoint.find import (
     file_entry,
     list_checkpoints,
     point_to,
-    read_state,
     step_of,
 )
 from gpt2_accel.config import TrainConfig
@@ -49,7 +48,7 @@ class CheckpointWriter(AbstractContextManager):
     `latest` and `best` point to the newest and the best.
 
     `written` is the newest checkpoint, until the run has reported it, and `best` the one that
-    `keep_best` keeps, `about_best` its name and loss. A failure of the disk is reported through
+    `keep_best` keeps, `about_best` what it is. A failure of the disk is reported through
     `print_line`, and older checkpoints stay. Any other error in the background is a bug: `bug`
     holds it, and `join` raises it.
     """
@@ -146,10 +145,7 @@ class CheckpointWriter(AbstractContextManager):
         self.best = best_checkpoint(checkpoints) if self.config.keep_best else None
         if self.best is not None:
             point_to(self.best.with_name("best"), self.best)
-            loss = read_state(self.best)["val_loss"]
-            self.about_best = (
-                f"{self.best.name}, val/loss {loss:.4f}, the lowest of the checkpoints"
-            )
+            self.about_best = f"{self.best.name}, which has the lowest val/loss"
         if checkpoints:
             point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
 

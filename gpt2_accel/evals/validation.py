@@ -121,9 +121,8 @@ def describe_validation(data: Data, max_tokens: int) -> dict[str, Any]:
     sizes = [getattr(stream, "bytes", None) or stream.tokens for stream in streams]
     texts: list[str] = []
     if data.folder and not data.chat:
-        read = XZ_TOKENS if 0 < tokens <= XZ_TOKENS else 4 * START
         for stream in streams:
-            ids = stream.read(0, min(read, stream.tokens))
+            ids = stream.read(0, min(XZ_TOKENS, stream.tokens))
             texts.append(str(data.tokenizer.decode(ids, skip_special_tokens=True)))
     starts = [text[:START] for text in texts]
     key = f"{sizes} {tokens > max_tokens and max_tokens} {starts}"

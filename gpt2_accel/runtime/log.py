@@ -139,7 +139,7 @@ class RunLog(AbstractContextManager):
         self._looked = time.perf_counter()
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         machine = os.cpu_count() or 1
-        threads = min(self.threads * processes, machine)
+        threads = self.threads * processes
         used = psutil.cpu_percent() / 100 * machine  # the mean since the last call
         own = self._process.cpu_percent() / 100 * processes
         others = used - own
