@@ -96,10 +96,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_ranges(
-            self, positive="max_new_tokens num_samples", not_negative="temperature top_k seed"
+            self,
+            positive="max_new_tokens num_samples",
+            not_negative="temperature top_k seed",
+            above_zero="top_p",
+            fraction="top_p",
         )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.compile and self.num_samples > 1:
             raise ValueError("compile is for one sample: give --num_samples 1")
 

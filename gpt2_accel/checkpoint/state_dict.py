@@ -262,14 +262,14 @@ class TrainingState:
             )
         values = saved["optimizer_values"]
         count = len(values["groups"])
-        if count not in (0, len(self.groups)):
+        if count != len(self.groups):
             raise ValueError(
                 f"{checkpoint} was trained with {count} parameter groups of {self.name}, "
                 f"not {len(self.groups)}: resume with the optimizer of the first run"
             )
         defaults = self.optimizer.defaults
         fused = defaults.get("fused") or defaults.get("capturable")
-        groups = dict(zip(self.groups, values["groups"], strict=False))
+        groups = dict(zip(self.groups, values["groups"], strict=True))
         states = read_states(checkpoint, "optimizer", values["state"] | groups)
         absent = states.keys() - self.parameters.keys() - self.groups.keys()
         if absent:

@@ -1,6 +1,6 @@
 """The report of one or more runs: one HTML file that needs no network, and its figures as PNGs.
 
-It shows the content of a run's folder so far, of release 0.3 or later.
+It shows the content of a run's folder so far.
 """
 
 import io
@@ -64,12 +64,10 @@ class RunFolder:
         self.status = read_status(folder)
         self.lines = read_json_lines(folder / "metrics.jsonl")
         self.samples = read_json_lines(folder / "samples.jsonl")
-        checkpoints = list_checkpoints(folder)
-        known = "output_dir" in self.settings or "run_id" in self.metadata
-        if not (known or self.lines or checkpoints):
+        if "run_id" not in self.metadata:
             raise ValueError(f"{folder} does not contain a run: give the --output_dir of a run")
         self.evaluated = []
-        for place in chain(checkpoints, [folder]):
+        for place in (*list_checkpoints(folder), folder):
             entries = read_record(place / "evaluation.json").values()
             self.evaluated += [entry["results"] for entry in entries]
 

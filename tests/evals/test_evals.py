@@ -1,6 +1,5 @@
 """The evaluations equal a plain loop over transformers' GPT-2, one continuation at a time."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from families import family_model, own_tokenizer
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from gpt2_accel import GPT, GPTConfig, from_pretrained
-from gpt2_accel.checkpoint.find import file_entry
 from gpt2_accel.data.loader import EvalLoader
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.source import open_data
@@ -216,21 +214,14 @@ def test_a_run_from_such_a_model_begins_each_window_with_bos(begun, tmp_path, ca
     assert "each window of text begins with <bos>" in capsys.readouterr().out
 
     state = tmp_path / "run/checkpoint-1/training_state/state.json"
-    values = read_json(state)
-    assert values.pop("bos") == [0]
+    assert read_json(state)["bos"] == [0]
     resumed = {"resume_from": str(state.parents[1])} | settings
     again = run(tiny_config(begun / "data", tmp_path / "again", **resumed))[-1]
     assert (again["val/loss"], losses([again])) == (last["val/loss"], losses([last]))
-    state.write_text(json.dumps(values))  # as 0.5 wrote it
-    manifest = read_json(state.with_name("manifest.json"))
-    manifest["files"]["training_state/state.json"] = file_entry(state)
-    state.with_name("manifest.json").write_text(json.dumps(manifest))
-    without = run(tiny_config(begun / "data", tmp_path / "older", **resumed))[-1]
-    assert without["val/loss"] == pytest.approx(inside, abs=1e-5)
 
     long = window_loss(begun, stream_windows(True, POSITIONS))
     # A run's model has the windows of the run.
-    for folder, loss in ((begun / "model", long), (tmp_path / "older", inside)):
+    for folder, loss in ((begun / "model", long), (tmp_path / "run", expected)):
         flags = ["--data_dir", begun / "data", "--output", tmp_path / f"{folder.name}.json"]
         run_recipe("evaluate", "--model", folder, *flags)
         [entry] = read_json(tmp_path / f"{folder.name}.json").values()
