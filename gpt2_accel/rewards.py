@@ -269,8 +269,8 @@ class PolicyGradient:
             "reward_stderr": math.nan,  # of a single prompt
             "reward_stderr_n": len(left),
             **mean(left, name="reward"),
-            "solved_all": float(np.mean((rewards >= 1).all(axis=1).filled(False))),
-            "solved_none": float(np.mean((rewards <= 0).all(axis=1).filled(False))),
+            "solved_all": float(np.ma.filled((rewards >= 1).all(axis=1), False).mean()),
+            "solved_none": float(np.ma.filled((rewards <= 0).all(axis=1), False).mean()),
             "answer_tokens": np.mean([len(row.answer) for row in rows]),
             "sampled_tokens_per_second": total / (sampled - start),
             "trained_tokens_per_second": total / (perf_counter() - sampled),

@@ -64,10 +64,12 @@ class RunFolder:
         self.status = read_status(folder)
         self.lines = read_json_lines(folder / "metrics.jsonl")
         self.samples = read_json_lines(folder / "samples.jsonl")
-        if "run_id" not in self.metadata:
+        checkpoints = list_checkpoints(folder)
+        known = "output_dir" in self.settings or "run_id" in self.metadata
+        if not (known or self.lines or checkpoints):
             raise ValueError(f"{folder} does not contain a run: give the --output_dir of a run")
         self.evaluated = []
-        for place in (*list_checkpoints(folder), folder):
+        for place in chain(checkpoints, [folder]):
             entries = read_record(place / "evaluation.json").values()
             self.evaluated += [entry["results"] for entry in entries]
 

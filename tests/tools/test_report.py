@@ -29,7 +29,8 @@ def test_the_report_has_the_newest_results_of_evaluate(runs, tmp_path):
     folder = shutil.copytree(runs / "first", tmp_path / "first")
     entry = {"step": 60, "weights": "00", "precision": "no"}
     older = {"hellaswag/acc": 0.2, "core/core": 0.125}
-    newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.05, "text/loss": None}
+    newer = {"hellaswag/acc": 0.25, "hellaswag/acc_stderr": 0.05}
+    newer |= {"hellaswag/acc_stderr_n": 76, "text/loss": None}
     for place, results in ((folder, newer), (folder / "checkpoint-40", older)):
         write_json(place / "evaluation.json", {"model": entry | {"results": results}})
     page = report_of([RunFolder(folder), RunFolder(runs / "second")])[0]
