@@ -120,12 +120,3 @@ def test_the_training_order_does_not_change(sets, case):
         samples = [window for _, window in samples]
     assert samples[:3] == case["start"]
     assert digest(samples) == case["digest"]
-
-
-@pytest.mark.parametrize("case", RECORDED["batches"])
-def test_the_micro_batches_of_an_update_do_not_change(sets, case):
-    rank, world_size = case["rank"], case["world_size"]
-    batches = list(loader(sets / "mix", rank=rank, world_size=world_size).update(96, 16))
-    assert [batch.divisor for batch in batches] == [4 / world_size] * (4 // world_size)
-    assert digest([batch.input_ids.tolist() for batch in batches]) == case["inputs"]
-    assert digest([batch.targets.tolist() for batch in batches]) == case["targets"]
