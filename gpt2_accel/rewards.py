@@ -30,7 +30,7 @@ from gpt2_accel.charts import fallen
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.conversations import plural
 from gpt2_accel.data.documents import text_digest
-from gpt2_accel.data.loader import hash64
+from gpt2_accel.data.order import hash64
 from gpt2_accel.evals.chat import Question, answers, read_question
 from gpt2_accel.evals.formulas import mean
 from gpt2_accel.evals.items import Item

@@ -166,7 +166,7 @@ class Run:
 
         One rank is enough. Only a longer run, by `max_steps` or `epochs`, continues it.
         """
-        self.finish_reason = reason or "a callback"
+        self.finish_reason = str(reason) or "a callback"
         self.state.finish = self.updates
 
     def postpone(self) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.data.loader import Batch, hash64
+from gpt2_accel.data.loader import Batch
+from gpt2_accel.data.order import hash64
 from gpt2_accel.data.source import Data
 from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.first_model import NewModel

@@ -67,6 +67,11 @@ def remarks(config: TrainConfig) -> list[str]:
         for name, needed in NEEDS.items()
         if getattr(config, name) != getattr(TrainConfig, name) and not getattr(config, needed)
     ]
+    if config.keep_best and config.eval_every and config.eval_every % (config.save_every or 2**62):
+        lines.append(
+            "best/ is the best of the checkpoints: set --save_every to --eval_every, or to a part "
+            "of it, to keep the best of all evaluations"
+        )
     rate = pretrained_rate(config)
     far = config.learning_rate > FAR * rate
     if config.init_from and far and is_pretrained(config.init_from):

@@ -29,7 +29,8 @@ from tables import table
 from gpt2_accel import from_pretrained, rewards
 from gpt2_accel.charts import fallen
 from gpt2_accel.data import Data
-from gpt2_accel.data.loader import TrainLoader, hash64
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.order import hash64
 from gpt2_accel.evals.chat import Question
 from gpt2_accel.evals.items import read_items
 from gpt2_accel.rewards import (

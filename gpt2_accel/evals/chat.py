@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_accel.checkpoint.state_dict import unwrap
-from gpt2_accel.data.loader import hash64
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
+from gpt2_accel.data.order import hash64
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Completion, Sampling, complete, encode_prompt

@@ -206,12 +206,15 @@ class RunLog(AbstractContextManager):
 def numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Returns figures with Python numbers in place of tensors and numpy scalars.
 
-    Raises `ValueError` for a text, or anything else that is neither a number nor None.
+    Raises `ValueError` for a text, or anything else that is neither a number nor None, and for a
+    name that each line has.
     """
     values = {name: x.item() if hasattr(x, "item") else x for name, x in figures.items()}
     for name, value in values.items():
         if not isinstance(value, int | float | None):
             raise ValueError(f"the metric {name} is {value!r}: give a number")
+        if name in ("step", "tokens"):
+            raise ValueError(f"a metric is named {name}, as a part of each line: rename it")
     return values
 
 

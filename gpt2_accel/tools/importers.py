@@ -93,7 +93,7 @@ def read_gguf(
         values = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         kind = values.get("general.type", "model")
-        if kind != "model" or "split.count" in values or path.suffix != ".gguf":
+        if kind != "model" or values.get("split.count", 0) > 1 or path.suffix != ".gguf":
             raise ValueError(
                 f"its type is {kind} (a LoRA or mmproj file?), it is one part of a model, or it is "
                 "not named .gguf: give the model, join it by llama-gguf-split --merge, or rename it"

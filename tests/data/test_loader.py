@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from conftest import losses, make_text, refused, reset_accelerate, run, tiny_config
 
-from gpt2_accel.data.loader import PERIOD, EvalLoader, TrainLoader, locate, locate_phases
+from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.data.mixture import write_mixture
+from gpt2_accel.data.order import PERIOD, locate, locate_phases
 from gpt2_accel.data.prepare import prepare
 from gpt2_accel.data.source import open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer

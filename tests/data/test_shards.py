@@ -9,7 +9,8 @@ from conftest import read_json, refused
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpt2_accel.data.loader import TrainLoader, shuffled
+from gpt2_accel.data.loader import TrainLoader
+from gpt2_accel.data.order import shuffled
 from gpt2_accel.data.shards import (
     HEADER,
     TOKEN_DTYPES,
