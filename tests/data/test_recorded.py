@@ -6,8 +6,6 @@ Tokens are compared over a whole split, however it is cut into shards.
 """
 
 import hashlib
-import json
-import struct
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from gpt2_accel.data.loader import TrainLoader
 from gpt2_accel.data.mixture import write_mixture
 from gpt2_accel.data.prepare import prepare, prepare_text
 from gpt2_accel.data.shards import TokenStream, read_manifest
-from gpt2_accel.data.source import data_fingerprint, open_data
+from gpt2_accel.data.source import open_data
 from gpt2_accel.tokenizer import byte_tokenizer, char_tokenizer, train_bpe
 
 RECORDED = table("data/recorded")
@@ -78,22 +76,6 @@ def test_a_folder_of_texts_keeps_its_order_and_its_held_out_files(tmp_path):
     run_recipe("prepare_data", "text", tmp_path / "texts", *flags)
     for split, tokens in expected.items():
         assert tokens_of(data, split).tolist() == tokens
-
-
-def test_a_folder_of_shards_opens_and_keeps_its_fingerprint(tmp_path):
-    tokens = np.arange(100, dtype="<u2")
-    sha256 = hashlib.sha256(tokens.tobytes())
-    header = struct.pack("<8sIIQ32s8x", b"GPT2TOKS", 1, 2, 100, sha256.digest())
-    (tmp_path / "train_000000.bin").write_bytes(header + tokens.tobytes())
-    counts = {"tokens": 100, "documents": 3}
-    shard = {"file": "train_000000.bin"} | counts | {"sha256": sha256.hexdigest()}
-    tokenizer = {"name": "a", "vocab_size": 257, "fingerprint": "b", "end_of_text": 256}
-    manifest = {"format": "gpt2_accel token shards", "version": 1, "tokenizer": tokenizer}
-    manifest |= {"dtype": "uint16", "source": "made up"}
-    manifest["splits"] = {"train": counts | {"bytes": 97, "shards": [shard]}}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert tokens_of(tmp_path, "train").tolist() == list(range(100))
-    assert data_fingerprint(read_manifest(tmp_path)).startswith("47504a84257f4647")
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,17 @@ If they change, a resumed run reads other text. `fixtures/README.md` says how th
 """
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from conftest import load_fixture
+from tables import table
 
 from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.data.source import Data, open_data
 from gpt2_accel.tokenizer import byte_tokenizer
 
-RECORDED = yaml.safe_load(Path(__file__).with_name("orders_0.6.yaml").read_text())
+RECORDED = table("data/orders_0.6")
 FIRSTS = [0, 24, 48, 232, 240, 8180, 8192, 10**6]  # positions of updates of 24 windows
 
 
