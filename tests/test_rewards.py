@@ -256,8 +256,7 @@ def test_answers_without_a_reward_are_left_out(chat_model, tasks_file, tmp_path)
     means = [metrics(tmp_path / name)[-1]["train/reward"] for name in "24"]
     assert means[0] == pytest.approx(means[1])
     rewards = cycle([1.0] * 32 + [None] * 32)  # updates without a reward, among others
-    own = lambda *_: next(rewards)  # noqa: E731
-    practise(chat_model, tasks_file, tmp_path, False, own, max_steps=24)
+    practise(chat_model, tasks_file, tmp_path, False, lambda *_: next(rewards), max_steps=24)
     values = [line.get("train/reward") for line in metrics(tmp_path) if "train/loss" in line]
     assert {*values} <= {1.0, None} and None in values
 

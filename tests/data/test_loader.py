@@ -1,10 +1,13 @@
 """Mixtures and the document mask."""
 
+import json
+import os
 import shutil
+import time
 
 import numpy as np
 import pytest
-from conftest import losses, make_text, refused, reset_accelerate, run, tiny_config
+from conftest import losses, make_text, read_json, refused, reset_accelerate, run, tiny_config
 
 from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.data.mixture import write_mixture
@@ -120,3 +123,18 @@ def test_the_document_mask_changes_the_loss_and_does_not_depend_on_the_micro_bat
     assert losses(masked) != losses(plain)
     assert losses(again) == pytest.approx(losses(masked), abs=1e-5)
     assert again[-1]["val/loss"] == pytest.approx(masked[-1]["val/loss"], abs=1e-5)
+
+
+def test_13_000_shards_open_fast_with_few_open_files(data_dir, tmp_path):
+    shutil.copytree(data_dir, tmp_path / "d")
+    file = tmp_path / "d/manifest.json"
+    manifest = read_json(file)
+    train = manifest["splits"]["train"]
+    train["shards"] *= 13_000
+    train["tokens"] *= 13_000
+    file.write_text(json.dumps(manifest))
+    begun = time.process_time()
+    loader = mixture_loader(file.parent)
+    assert time.process_time() - begun < 1
+    assert len(list(loader.update(0, 800))) == 200
+    assert len(os.listdir("/proc/self/fd")) < 300
