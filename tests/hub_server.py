@@ -61,11 +61,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        self.route()
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def route(self):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         fault = self.take_fault(path)
@@ -83,10 +78,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, {"error": "Invalid username or password."})
         for pattern, handle in ROUTES:
-            match = re.fullmatch(pattern, path)
-            if match:
+            if match := re.fullmatch(pattern, path):
                 return handle(self, body, *match.groups())
-        return self.answer(404, {"error": f"no route {path}"})
+        self.answer(404, {"error": f"no route {path}"})
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
     def take_fault(self, path):
         for fault in self.server.faults:
@@ -121,8 +117,7 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, body, repo_id, _revision):
         files = []
         for path in (file["path"] for file in json.loads(body)["files"]):
-            is_lfs = path.endswith(".safetensors")
-            mode = "lfs" if is_lfs else "regular"
+            mode = "lfs" if path.endswith(".safetensors") else "regular"
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": False})
         self.answer(200, {"files": files})
 
