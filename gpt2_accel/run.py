@@ -247,7 +247,7 @@ class Run:
         )
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        """Returns completions by the model as it is now, on all ranks; empty if the run stops.
+        """Returns completions by the current model, on all ranks; empty if the run stops.
 
         The main process generates. Raises `ValueError` for a prompt that cannot be encoded.
         """

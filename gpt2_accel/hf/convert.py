@@ -290,12 +290,11 @@ def class_name(kind: type) -> str:
 def load_name(name: str, expected: str) -> Any:
     """Imports what the user names, `FILE.py:NAME` or `MODULE:NAME`.
 
-    It can import its neighbours. Raises `ValueError` that it is not `expected` if it cannot be
-    imported.
+    The file can import other files of its folder. Raises `ValueError` if the import fails.
     """
     place, _, own = name.rpartition(":")
     known = sys.modules.copy()
-    sys.path.append(f"{Path(place).absolute().parent}")  # last: a neighbour may be called queue.py
+    sys.path.append(f"{Path(place).absolute().parent}")  # last: the folder may have a queue.py
     try:
         return getattr(importfile(place), own) if place.endswith(".py") else resolve_name(name)
     except (ImportError, AttributeError, OSError, ValueError, ErrorDuringImport) as error:
