@@ -205,23 +205,21 @@ def tokens(
             # Few lengths, since each is compiled: powers of two.
             slots = min(n_positions, 1 << (longest - 1).bit_length())
         cache = KVCache(model, slots)
-        logits = cache.start(rows)
-        for left in reversed(range(sampling.max_new_tokens)):
-            next_ids = sample_next(logits.float(), sampling, generators)
-            if nats is not None:
-                nats.append(cross_entropy(logits.float(), next_ids, reduction="none"))
-            ids = next_ids.tolist()
-            yield ids
-            if not left:
-                return
-            for row, token in zip(rows, ids, strict=True):
-                row.append(token)
-            if cache.end < n_positions:
+        next_ids = None
+        for _ in range(sampling.max_new_tokens):
+            if next_ids is not None and cache.end < n_positions:
                 logits = cache.read(next_ids[:, None])
             else:
                 half = max(1, n_positions // 2)
                 rows = [row[-half:] if len(row) > n_positions else row for row in rows]
                 logits = cache.start(rows)
+            next_ids = sample_next(logits.float(), sampling, generators)
+            if nats is not None:
+                nats.append(cross_entropy(logits.float(), next_ids, reduction="none"))
+            ids = next_ids.tolist()
+            for row, token in zip(rows, ids, strict=True):
+                row.append(token)
+            yield ids
 
 
 def sample_next(

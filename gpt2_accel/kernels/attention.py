@@ -29,11 +29,10 @@ def preferred(q: torch.Tensor, causal: bool) -> AbstractContextManager:
     q: queries, (B, H, T, D). On a CPU autocast does not change their dtype, see `in_fp32`. cuDNN's
     kernel is only for causal attention of some lengths: with masks it plans again for each length.
     """
-    T = q.shape[2]
     order = kernels.choices.sdpa_order
     if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         return torch.autocast("cpu", enabled=False)
-    if not causal or T % CUDNN_LENGTHS:
+    if not causal or q.shape[2] % CUDNN_LENGTHS:
         order = tuple(name for name in order if name != "CUDNN_ATTENTION")
     if not (kernels.choices.enabled and order):
         return nullcontext()

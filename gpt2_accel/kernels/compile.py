@@ -20,7 +20,6 @@ def fused(function: Callable) -> Callable:
     """
     compiled = torch.compile(function, dynamic=True)
 
-    @functools.wraps(function)
     def call(*args: Any) -> Any:
         for arg in args:
             if isinstance(arg, torch.Tensor):

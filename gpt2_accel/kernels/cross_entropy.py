@@ -69,17 +69,31 @@ def linear_cross_entropy(
         # Here each chunk also has two copies in fp32.
         rows = rows_at_once(x, weight, max(LOGITS_AT_ONCE, at_once // 4))
         w = weight.to(x.dtype)  # once, not for each chunk
-        bias = x.new_zeros(len(w))
-        bias[vocab_size:] = -math.inf
-        chunks = zip(x.split(rows), targets.split(rows), strict=True)
-        losses = []
-        for part, t in chunks:
-            logits = capped(F.linear(part, w, bias), soft_cap)
-            losses.append(F.cross_entropy(at_least_fp32(logits), t, reduction="none"))
+        losses = [
+            plain_cross_entropy(part, w, t, vocab_size, "none", soft_cap)
+            for part, t in zip(x.split(rows), targets.split(rows), strict=True)
+        ]
         nats = torch.cat(losses)
     if reduction == "mean":
         return mean_of(nats.sum(), targets)
     return RowLosses.apply(nats, *arguments)
+
+
+def plain_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    reduction: str,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Returns what `linear_cross_entropy` returns, from all logits at once."""
+    # The product includes the padding rows, which is the faster shape. A bias of -inf removes them
+    # from the softmax without another copy of the logits.
+    bias = x.new_zeros(len(weight))
+    bias[vocab_size:] = -math.inf
+    logits = capped(F.linear(x, weight, bias), soft_cap)
+    return F.cross_entropy(at_least_fp32(logits), targets, reduction=reduction)
 
 
 class RowLosses(torch.autograd.Function):

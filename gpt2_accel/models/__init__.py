@@ -72,7 +72,29 @@ class ModelConfig:
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
-        return count_parameters(self)
+        """The number of parameters, and of those that compute on a token.
+
+        The second number excludes embeddings that are only looked up, as nanoGPT counts, and experts
+        that are not chosen. Vocabulary padding is in neither. Takes no memory for weights.
+        """
+        with torch.device("meta"):
+            model = self.build()
+        head = model.head_weight
+        embeddings = [
+            module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+        ]
+        tied = any(weight is head for weight in embeddings)
+        looked_up = {id(weight) for weight in embeddings if weight is not head}
+        padding = (self.padded_vocab_size - self.vocab_size) * self.n_embd
+        total = -padding if tied else -2 * padding
+        active = -padding
+        chosen = self.experts_per_token or 1
+        for name, parameter in model.named_parameters():
+            total += parameter.numel()
+            if id(parameter) not in looked_up:
+                experts = len(parameter) if is_expert(name, parameter) else chosen
+                active += parameter.numel() * chosen // experts
+        return total, active
 
     @property
     def parameter_count(self) -> int:
@@ -252,11 +274,11 @@ class LanguageModel(nn.Module):
         The loss is computed here because Accelerate copies the outputs of a mixed-precision forward
         to fp32. Raises `ValueError` if T exceeds `n_positions` without `position_ids`.
         """
-        n_positions = self.config.n_positions
+        config = self.config
         if documents is not None:
-            position_ids = document_positions(documents, n_positions)
+            position_ids = document_positions(documents, config.n_positions)
         elif position_ids is None:
-            position_ids = sequence_positions(input_ids, n_positions)
+            position_ids = sequence_positions(input_ids, config.n_positions)
         unmasked = documents is None and attention_mask is None and cache is None
         if self.separator is not None and unmasked:
             documents = (input_ids == self.separator).cumsum(dim=1)
@@ -265,12 +287,10 @@ class LanguageModel(nn.Module):
             mask = self.document_mask(documents)
         x = self.hidden(input_ids, position_ids, mask, cache)[:, -logits_to_keep:]
         weight = self.head_weight
-        vocab_size = self.config.vocab_size
-        soft_cap = self.config.soft_cap
         if targets is None:
             logits = F.linear(x, weight)  # padding rows too: they align the memory
-            return cross_entropy.capped(logits[..., :vocab_size], soft_cap)
-        return head_loss(x, weight, targets, vocab_size, reduction, soft_cap)
+            return cross_entropy.capped(logits[..., : config.vocab_size], config.soft_cap)
+        return head_loss(x, weight, targets, config.vocab_size, reduction, config.soft_cap)
 
     def document_mask(self, documents: torch.Tensor) -> Mask:
         """Returns the causal mask inside documents; documents: (B, T), as in `forward`."""
@@ -289,9 +309,7 @@ class LanguageModel(nn.Module):
         from transformers.cache_utils import DynamicLayer, StaticLayer
 
         layers = range(self.config.n_layer)
-        if slots:
-            return [StaticLayer(slots) for _ in layers]
-        return [DynamicLayer() for _ in layers]
+        return [StaticLayer(slots) if slots else DynamicLayer() for _ in layers]
 
     def tie_weights(self) -> None:
         """Ties shared parameters again, after `load_state_dict` has assigned them separately."""
@@ -305,30 +323,6 @@ class LanguageModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.head_weight.dtype
-
-
-def count_parameters(shape: ModelConfig) -> tuple[int, int]:
-    """Returns the number of parameters of a model, and of those that compute on a token.
-
-    The second number excludes embeddings that are only looked up, as nanoGPT counts, and experts
-    that are not chosen. Vocabulary padding is in neither. Takes no memory for weights.
-    """
-    with torch.device("meta"):
-        model = shape.build()
-    head = model.head_weight
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    tied = any(weight is head for weight in embeddings)
-    looked_up = {id(weight) for weight in embeddings if weight is not head}
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.n_embd
-    total = -padding if tied else -2 * padding
-    active = -padding
-    chosen = shape.experts_per_token or 1
-    for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        if id(parameter) not in looked_up:
-            experts = len(parameter) if is_expert(name, parameter) else chosen
-            active += parameter.numel() * chosen // experts
-    return total, active
 
 
 def skeleton(model: LanguageModel) -> LanguageModel:

@@ -62,13 +62,10 @@ class GPTConfig(ModelConfig):
     @classmethod
     def from_settings(cls, settings: TrainConfig, vocab_size: int) -> "GPTConfig":
         """Returns the shape that a `TrainConfig` describes."""
-        n_layer, n_head, n_embd = layers_heads_width(settings)
         return cls(
             vocab_size,
             settings.n_positions,
-            n_layer,
-            n_head,
-            n_embd,
+            *layers_heads_width(settings),
             bias=settings.bias,
             dropout=settings.dropout,
         )
@@ -114,11 +111,9 @@ class CausalSelfAttention(nn.Module):
         mask. `past` holds the keys and values of the tokens before.
         """
         B, T, C = x.shape
-        heads = (B, T, self.n_head, C // self.n_head)
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(heads).transpose(1, 2)  # (B, H, T, D)
-        k = k.view(heads).transpose(1, 2)
-        v = v.view(heads).transpose(1, 2)
+        stacked = self.c_attn(x).split(C, dim=2)
+        # Each (B, H, T, D).
+        q, k, v = [part.view(B, T, self.n_head, -1).transpose(1, 2) for part in stacked]
         if past is not None:
             k, v = past.update(k, v)
         dropout = self.dropout if self.training else 0.0
@@ -158,8 +153,7 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """x: (B, T, C) -> (B, T, C); `mask` and `past` as in the attention."""
         x = x + self.attn(self.ln_1(x), mask, past)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(LanguageModel):

@@ -45,6 +45,11 @@ class LlamaConfig(ModelConfig):
     architecture = "llama"
     dropout = 0.0  # Llama has none
     depth_head: ClassVar[int] = 64  # channels of a head that `depth` gives
+    # Proportions of a new model, here SmolLM2-135M's and -360M's. The 8/3 are from the Llama paper,
+    # section 2.2.
+    group: ClassVar[int] = 3  # heads of queries for each of keys and values
+    inner_thirds: ClassVar[int] = 8  # the MLP's width, in thirds of `n_embd`
+    inner_multiple: ClassVar[int] = 64  # the width is rounded up to a multiple
 
     vocab_size: int = 49152
     n_positions: int = 8192
@@ -76,9 +81,10 @@ class LlamaConfig(ModelConfig):
     def from_settings(cls, settings: TrainConfig, vocab_size: int) -> "LlamaConfig":
         """Returns the shape that a `TrainConfig` describes, with a tied head.
 
-        Layers, heads and width come from `layers_heads_width`, the rest from `proportions`. The
-        rotary base is 10,000 (Su et al., 2021, arXiv:2104.09864), for contexts of a few thousand
-        tokens; published models have larger ones for longer contexts.
+        Layers, heads and width come from `layers_heads_width`. The rotary base is 10,000 (Su et
+        al., 2021, arXiv:2104.09864), for contexts of a few thousand tokens; published models have
+        larger ones for longer contexts. If `group` does not divide the heads, there are as many
+        heads of keys and values as of queries.
 
         Raises `ValueError` if the heads do not divide the width, and for dropout, which the
         architecture does not have.
@@ -90,28 +96,17 @@ class LlamaConfig(ModelConfig):
                 f"n_embd ({n_embd}) is not divisible by n_head ({n_head}): "
                 "choose n_embd as a multiple of n_head"
             )
-        n_kv_head, n_inner = cls.proportions(n_head, n_embd)
         return cls(
-            vocab_size=vocab_size,
-            n_positions=settings.n_positions,
-            n_layer=n_layer,
-            n_head=n_head,
-            n_kv_head=n_kv_head,
+            vocab_size,
+            settings.n_positions,
+            n_layer,
+            n_head,
+            n_kv_head=n_head if n_head % cls.group else n_head // cls.group,
             head_dim=n_embd // n_head,
             n_embd=n_embd,
-            n_inner=n_inner,
+            n_inner=round_up(ceil_div(cls.inner_thirds * n_embd, 3), cls.inner_multiple),
             rope_theta=10_000.0,
         )
-
-    @classmethod
-    def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
-        """Returns the heads of keys and values, and the MLP's width, of a new model.
-
-        As in SmolLM2-135M and -360M, a third as many heads (all if 3 does not divide them) and 8/3
-        of the width, rounded up to a multiple of 64. The 8/3 are from the Llama paper, section 2.2.
-        """
-        n_kv_head = n_head // 3 if n_head % 3 == 0 else n_head
-        return n_kv_head, round_up(ceil_div(8 * n_embd, 3), 64)
 
     @classmethod
     def check_dropout(cls, dropout: float) -> None:

@@ -30,6 +30,10 @@ class NanochatConfig(llama.LlamaConfig):
 
     architecture = "nanochat"
     depth_head = 128
+    # A new model has nanochat's proportions. Its MLP has four times the width.
+    group = 1
+    inner_thirds = 12
+    inner_multiple = 1
 
     vocab_size: int = 65536
     n_positions: int = 2048
@@ -43,14 +47,6 @@ class NanochatConfig(llama.LlamaConfig):
     norm_eps: float = 1e-6
     tied: bool = False
     soft_cap: float | None = 15.0
-
-    @classmethod
-    def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
-        """Returns the heads of keys and values, and the MLP's width, of a new model.
-
-        As in nanochat, all heads and four times the width.
-        """
-        return n_head, 4 * n_embd
 
     def norm(self) -> nn.Module:
         return nn.RMSNorm(self.n_embd, self.norm_eps, elementwise_affine=False)

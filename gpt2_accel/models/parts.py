@@ -3,8 +3,6 @@
 Shape letters: B batch, T sequence, C width, H heads, D channels of a head, V vocabulary (padded).
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -33,13 +31,10 @@ def rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) ->
     return F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """`rms_norm` with a weight."""
 
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+    eps: float
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (…, size) -> the same, in its dtype, also if FSDP2 gathers the weight in bf16."""
@@ -173,15 +168,9 @@ def head_loss(
     if chosen:
         x = x[counts]
         flat = flat[counts]
-    if kernels.choices.enabled and len(x) * len(weight) > cross_entropy.LOGITS_AT_ONCE:
-        loss = cross_entropy.linear_cross_entropy(x, weight, flat, vocab_size, reduction, soft_cap)
-    else:
-        # The product includes the padding rows, which is the faster shape. A bias of -inf removes
-        # them from the softmax without another copy of the logits.
-        bias = x.new_zeros(len(weight))
-        bias[vocab_size:] = -math.inf
-        logits = cross_entropy.capped(F.linear(x, weight, bias), soft_cap)
-        loss = logits_loss(logits, flat, reduction)
+    chunked = kernels.choices.enabled and len(x) * len(weight) > cross_entropy.LOGITS_AT_ONCE
+    compute = cross_entropy.linear_cross_entropy if chunked else cross_entropy.plain_cross_entropy
+    loss = compute(x, weight, flat, vocab_size, reduction, soft_cap)
     if reduction != "none":
         return loss
     if chosen:

@@ -17,6 +17,10 @@ class Qwen3Config(llama.LlamaConfig):
     """The shape of a Qwen3, with the fields of `LlamaConfig`; the defaults give Qwen3-0.6B."""
 
     architecture = "qwen3"
+    # A new model has Qwen3-0.6B's proportions. Its MLP has three times the width.
+    group = 2
+    inner_thirds = 9
+    inner_multiple = 1
 
     vocab_size: int = 151936
     n_positions: int = 40960
@@ -29,15 +33,6 @@ class Qwen3Config(llama.LlamaConfig):
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     tied: bool = True
-
-    @classmethod
-    def proportions(cls, n_head: int, n_embd: int) -> tuple[int, int]:
-        """Returns the heads of keys and values, and the MLP's width, of a new model.
-
-        As in Qwen3-0.6B, half as many heads (all if they are odd) and three times the width.
-        """
-        n_kv_head = n_head // 2 if n_head % 2 == 0 else n_head
-        return n_kv_head, 3 * n_embd
 
     def build(self) -> "Qwen3":
         return Qwen3(self)

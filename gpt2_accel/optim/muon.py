@@ -65,25 +65,23 @@ class Muon(torch.optim.AdamW):
 
         A CPU is slow at many small products.
         """
-        batches: dict[tuple, list[tuple[nn.Parameter, torch.Tensor, int]]] = {}
+        batches: dict[tuple, list[tuple[nn.Parameter, int, list[torch.Tensor]]]] = {}
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if param.grad is None:
                 continue
-            if not self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+            state = self.state[param]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(param)
             count = param.shape[0] if param.ndim == 3 else self.stacked.get(name, 1)
-            key = (param.shape, count) if is_shard(param) else own_part(param, count).shape[1:]
-            batches.setdefault(key, []).append((param, param.grad, count))
+            parts = [own_part(t, count) for t in (param, param.grad, state["momentum_buffer"])]
+            key = (param.shape, count) if is_shard(param) else parts[0].shape[1:]
+            batches.setdefault(key, []).append((param, count, parts))
         for batch in batches.values():
-            parts = [
-                (own_part(p, n), own_part(grad, n), own_part(self.state[p]["momentum_buffer"], n))
-                for p, grad, n in batch
-            ]
-            weights, grads, buffers = zip(*parts, strict=True)
+            param, count, _ = batch[0]
+            weights, grads, buffers = zip(*(parts for _, _, parts in batch), strict=True)
             torch._foreach_lerp_(buffers, grads, 1 - self.momentum)
             nesterov = torch.cat(torch._foreach_lerp(grads, buffers, self.momentum))
             nesterov = nesterov.to(iteration_dtype(nesterov.device))
-            param, _, count = batch[0]
             if not is_shard(param):
                 updates = orthogonalize_shared(nesterov)
             elif param.ndim == 2:
