@@ -64,7 +64,7 @@ def state_bytes(
     trained = sizes[True]
     moments = 2 * trained
     if config.optimizer == "muon":
-        for _, matrix in hidden_matrices(model):
+        for matrix in hidden_matrices(model).values():
             moments -= matrix.nbytes // shards * matrix.requires_grad
     return {
         f"frozen {config.dtype} weights": sizes[False],

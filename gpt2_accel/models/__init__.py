@@ -74,8 +74,8 @@ class ModelConfig:
     def _counts(self) -> tuple[int, int]:
         """The number of parameters, and of those that compute on a token.
 
-        The second number excludes embeddings that are only looked up, as nanoGPT counts, and experts
-        that are not chosen. Vocabulary padding is in neither. Takes no memory for weights.
+        The second number excludes embeddings that are only looked up, as nanoGPT counts, and
+        experts that are not chosen. Vocabulary padding is in neither. Takes no memory for weights.
         """
         with torch.device("meta"):
             model = self.build()

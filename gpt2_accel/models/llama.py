@@ -227,8 +227,7 @@ class Llama(LanguageModel):
     ) -> torch.Tensor:
         x = self.embed(input_ids)  # (B, T, C)
         config = self.config
-        cos, sin = rotary_angles(position_ids, config.head_dim, config.rope_theta)
-        angles = cos.to(x.dtype), sin.to(x.dtype)
+        angles = rotary_angles(position_ids, config.head_dim, config.rope_theta, x.dtype)
         return self.norm(self.run_blocks(self.layers, x, angles, attention_mask, cache=cache))
 
     @property

@@ -42,18 +42,18 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rotary_angles(
-    position_ids: torch.Tensor, head_dim: int, theta: float
+    position_ids: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns cosines and sines of rotary positions (Su et al., 2021, arXiv:2104.09864).
 
-    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) fp32. Channels i and i + D/2 are a pair
-    that turns by theta^(-2i/D) per position.
+    position_ids: (T,) or (B, T) -> two of (1 or B, 1, T, D) in `dtype`, computed in fp32. Channels
+    i and i + D/2 are a pair that turns by theta^(-2i/D) per position.
     """
     steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (steps / head_dim)  # (D/2,)
     angles = position_ids[..., None].float() * frequencies  # (…, T, D/2)
     angles = torch.cat((angles, angles), dim=-1).view(-1, 1, position_ids.shape[-1], head_dim)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

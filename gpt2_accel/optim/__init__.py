@@ -90,7 +90,7 @@ def build_optimizer(model: "nn.Module", settings: TrainConfig) -> "torch.optim.O
     from gpt2_accel.optim.muon import Muon
 
     muon = settings.optimizer == "muon"
-    hidden = dict(hidden_matrices(model)) if muon else {}
+    hidden = hidden_matrices(model) if muon else {}
     groups: list[dict[str, Any]] = [
         {"params": [], "muon": True},
         {"params": []},
@@ -116,8 +116,8 @@ def build_optimizer(model: "nn.Module", settings: TrainConfig) -> "torch.optim.O
     return Muon(groups, stacked, **options)
 
 
-def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
-    """Returns the parameters that Muon updates, with their names.
+def hidden_matrices(model: "nn.Module") -> dict[str, "nn.Parameter"]:
+    """Returns the parameters that Muon updates, by their names.
 
     They are all matrices except the embeddings and the output head, or `matrices_of_units` for a
     class of `transformers`.
@@ -130,13 +130,11 @@ def hidden_matrices(model: "nn.Module") -> list[tuple[str, "nn.Parameter"]]:
     others = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     others.add(id(getattr(model, "head_weight", None)))
     named = model.named_parameters()
-    return [(name, p) for name, p in named if p.ndim >= 2 and id(p) not in others]
+    return {name: p for name, p in named if p.ndim >= 2 and id(p) not in others}
 
 
-def matrices_of_units(
-    model: "nn.Module", units: Collection[str]
-) -> list[tuple[str, "nn.Parameter"]]:
-    """Returns the matrices in the modules whose class is one of `units`, with their names.
+def matrices_of_units(model: "nn.Module", units: Collection[str]) -> dict[str, "nn.Parameter"]:
+    """Returns the matrices in the modules whose class is one of `units`, by their names.
 
     They are the weights of linear layers and of experts, (experts, rows, columns), without the
     routers and gates of experts, and without adapters.
@@ -152,11 +150,11 @@ def matrices_of_units(
             insides.append(f"{name}.")
         if isinstance(module, (nn.Linear, Conv1D)) and not name.endswith(left_out):
             linear.add(f"{name}.weight")
-    chosen = []
+    chosen = {}
     for name, parameter in model.named_parameters():
         matrix = name in linear or is_expert(name, parameter)
         if matrix and name.startswith(tuple(insides)):
-            chosen.append((name, parameter))
+            chosen[name] = parameter
     return chosen
 
 

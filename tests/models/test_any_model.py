@@ -122,7 +122,7 @@ MATRICES = {"olmo2": 7, "gpt_neox": 4, "mixtral": 6, "mamba": 4, "gpt2": 4}
 @pytest.mark.parametrize("kind", MATRICES)
 def test_muon_updates_the_matrices_of_the_blocks(kind):
     model = AnyConfig(family_model(kind).config.to_dict()).build()
-    names = [name for name, _ in hidden_matrices(model)]
+    names = list(hidden_matrices(model))
     assert len(names) == MATRICES[kind] * model.config.n_layer
     for name in names:
         assert re.search(r"\.\d+\.", name)
