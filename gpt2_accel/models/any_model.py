@@ -10,7 +10,7 @@ import copy
 import inspect
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -90,18 +90,22 @@ class AnyConfig(ModelConfig):
         return self.vocab_size
 
     @cached_property
-    def has_plain_head(self) -> bool:
-        """Whether the logits are the head applied to the hidden states, see `plain_head`."""
+    def behaviour(self) -> "Behaviour":
+        """What the class computes, found by trying it, see `try_class`."""
         with unset_fake_temporarily():  # it computes, also while memory is estimated
-            return plain_head(self)
+            return try_class(self)
 
-    @cached_property
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the logits are the head applied to the hidden states."""
+        return self.behaviour.plain_head
+
+    @property
     def aux_weight(self) -> float | None:
         """The weight of the load balancing loss of experts; None if the class computes none."""
         weight = getattr(self.hf, "aux_loss_coef", None)  # JetMoe's name
         weight = getattr(self.hf, "router_aux_loss_coef", weight)
-        with unset_fake_temporarily():
-            return None if weight is None or not has_aux_loss(self) else float(weight)
+        return None if weight is None or not self.behaviour.aux_loss else float(weight)
 
     def changed(self, **values: Any) -> "AnyConfig":
         """Returns the shape with other values, such as another `vocab_size`."""
@@ -166,55 +170,54 @@ def layer_structures(shape: AnyConfig) -> list[str]:
 
 
 def random_model(shape: AnyConfig) -> "PreTrainedModel":
-    """Builds the class with random weights, on the CPU, in evaluation mode.
+    """Builds the small shape of the class with random weights, on the CPU, in evaluation mode.
 
     Torch's random state does not change.
     """
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(0)
-        return shape.build_inner().eval()
+        return shape.sample().build_inner().eval()
+
+
+class Behaviour(NamedTuple):
+    """What a class of `transformers` computes.
+
+    `sees_later_tokens`: its logits depend on later tokens, as BERT's do. `plain_head`: they are the
+    head applied to the hidden states, without bias, scale, soft cap. `aux_loss`: in training mode
+    it computes a load balancing loss.
+    """
+
+    sees_later_tokens: bool
+    plain_head: bool
+    aux_loss: bool
 
 
 @torch.no_grad()
-def plain_head(shape: AnyConfig) -> bool:
-    """Whether the logits are the head applied to the hidden states, without bias, scale, soft cap.
+def try_class(shape: AnyConfig) -> Behaviour:
+    """Tries what a class computes, on a small model with random weights.
 
-    Tries it on hidden states of a large scale.
+    The test of the head uses hidden states of a large scale.
     """
-    model = random_model(shape.sample())
+    model = random_model(shape)
+    input_ids = torch.arange(1, 17, device="cpu").repeat(2, 1)
+    input_ids[1, -1] += 1  # the rows differ in the last token
+    first, second = model(input_ids, use_cache=False).logits[:, :-1]
+    later = bool((first - second).abs().max() > CROSSES * first.std())
     head = model.get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None
-    if not plain or "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return False
-    seen: list[torch.Tensor] = []
-    head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * LARGE,))
-    head.register_forward_hook(lambda *call: seen.append(call[-1]))
-    logits = model(torch.arange(4, device="cpu")[None], use_cache=False).logits
-    return torch.equal(logits, seen[0])
-
-
-@torch.no_grad()
-def has_aux_loss(shape: AnyConfig) -> bool:
-    """Whether a class computes a load balancing loss in training mode. Tries it."""
-    model = random_model(shape.sample()).train()
-    input_ids = torch.arange(4, device="cpu")[None]
+    plain = plain and "logits_to_keep" in inspect.signature(model.forward).parameters
+    if plain:
+        seen: list[torch.Tensor] = []
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * LARGE,))
+        head.register_forward_hook(lambda *call: seen.append(call[-1]))
+        plain = torch.equal(model(input_ids, use_cache=False).logits, seen[0])
     try:
         with torch.random.fork_rng(devices=()):  # routers may add noise
-            outputs = model(input_ids, use_cache=False, output_router_logits=True)
+            outputs = model.train()(input_ids, use_cache=False, output_router_logits=True)
+        balanced = torch.is_tensor(getattr(outputs, "aux_loss", None))
     except Exception:  # classes raise many types, such as where no layer has experts
-        return False
-    return torch.is_tensor(getattr(outputs, "aux_loss", None))
-
-
-@torch.no_grad()
-def sees_later_tokens(shape: AnyConfig) -> bool:
-    """Whether the logits of a class depend on later tokens, as BERT's do."""
-    model = random_model(shape.sample())
-    input_ids = torch.arange(1, 17)[None]
-    first = model(input_ids, use_cache=False).logits[:, :-1]
-    input_ids[:, -1] += 1
-    second = model(input_ids, use_cache=False).logits[:, :-1]
-    return bool((first - second).abs().max() > CROSSES * first.std())
+        balanced = False
+    return Behaviour(later, plain, balanced)
 
 
 class Head(nn.Linear):
@@ -356,12 +359,11 @@ def documents_cross(
     Compares two rows of documents with the documents alone, in fp32 and training mode, and the
     error with the error of positions that run on. `backend` is for `torch.compile`, None for eager.
     """
-    sample = shape.sample()
-    model = AnyModel(sample, random_model(sample)).train()
+    model = AnyModel(shape, random_model(shape)).train()
     model.checkpoint_activations = checkpoint_activations
     run = model if backend is None else torch.compile(model, backend=backend, dynamic=True)
     generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(sample.vocab_size, (2, 32), generator=generator)
+    input_ids = torch.randint(SAMPLE_VOCABULARY, (2, 32), generator=generator)
     documents = torch.stack([torch.arange(32) // length for length in LENGTHS])
     together = run(input_ids, documents=documents)
     crossing = model(input_ids)
