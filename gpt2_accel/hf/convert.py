@@ -417,7 +417,7 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
     channels = config.hidden_size // (config.num_attention_heads or 1)
     values = {"bias": True, "head_dim": channels} | config.to_dict()
     for key, allowed in table.supported.items():
-        if values[key] not in allowed:
+        if key in values and values[key] not in allowed:
             return f"its {key} is {values[key]!r}"
     sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
     try:

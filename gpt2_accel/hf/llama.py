@@ -1,4 +1,7 @@
-"""Hugging Face's Llama and `models/llama.py`, with the same tensors."""
+"""Hugging Face's Llama and `models/llama.py`, with the same tensors.
+
+The conversions of Qwen3 and NanoChat are changes of this one.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +54,7 @@ CONVERSION = Conversion(
         "attention_dropout": (0.0,),
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
+        "use_sliding_window": (False,),
     },
     read=read,
     write=write,

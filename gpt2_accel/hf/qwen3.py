@@ -18,11 +18,5 @@ CONVERSION = replace(
     llama.CONVERSION,
     name="Qwen3",
     model_class="Qwen3ForCausalLM",
-    supported={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-        "use_sliding_window": (False,),
-    },
     read=read,
 )

@@ -102,9 +102,8 @@ def validated(
             "and the config of the same model"
         )
     for key, tensor in weights.items():
-        shape = tensor.shape  # right for a tied head: `load_hf` compares it with the embedding
-        if key in expected:
-            shape = expected[key].shape
+        # A tied head is not in `expected`: `load_hf` compares it with the embedding.
+        shape = expected.get(key, tensor).shape
         if tensor.shape != shape or tensor.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "

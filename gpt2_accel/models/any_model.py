@@ -139,10 +139,9 @@ class AnyConfig(ModelConfig):
         It has a small vocabulary, no dropout, and the first layers, up to one of each kind.
         """
         # A layer's kind may also follow from its number.
-        structures = layer_structures(self) or [""] * self.n_layer
-        layers = zip(structures, *self.by_layer().values(), strict=True)
-        kinds = [str(layer) for layer in layers] or [""]
-        shape = self.with_depth(max(kinds.index(kind) for kind in kinds) + 1)
+        kinds = list(zip(layer_structures(self), *self.by_layer().values(), strict=True))
+        first = [kinds.index(kind) for kind in kinds]
+        shape = self.with_depth(max(first, default=0) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
         sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
@@ -160,13 +159,17 @@ class AnyConfig(ModelConfig):
         return AnyModel(self, self.build_inner())
 
 
-def layer_structures(shape: AnyConfig) -> list[str]:
-    """Describes the modules of each layer of a model. Takes no memory for weights."""
+def layer_structures(shape: AnyConfig) -> list[list[type]]:
+    """Returns the classes of the modules of each layer; none if the layers are not in one list.
+
+    Takes no memory for weights.
+    """
     with torch.device("meta"):
         inner = shape.build_inner()
-    stacks = (m for m in inner.modules() if isinstance(m, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == shape.n_layer), nn.ModuleList())
-    return [str([type(module) for module in layer.modules()]) for layer in layers]
+    for stack in inner.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == shape.n_layer:
+            return [[type(module) for module in layer.modules()] for layer in stack]
+    return [[]] * shape.n_layer
 
 
 def random_model(shape: AnyConfig) -> "PreTrainedModel":
@@ -234,10 +237,7 @@ class Head(nn.Linear):
 
 
 class AnyModel(LanguageModel):
-    """A causal language model of `transformers`, `inner`, as a `LanguageModel`.
-
-    `chunked` says that the loss is computed in chunks.
-    """
+    """A causal language model of `transformers`, `inner`, as a `LanguageModel`."""
 
     config: AnyConfig
     config_class = AnyConfig
@@ -252,8 +252,7 @@ class AnyModel(LanguageModel):
         # peft's model around `inner`, and the digest of the base's weights: see `hf/lora.py`. In a
         # tuple it is not a submodule.
         self.adapter: tuple[Any, ...] = ()
-        self.chunked = config.has_plain_head
-        if self.chunked:
+        if config.has_plain_head:
             inner.get_output_embeddings().__class__ = Head
 
     @property
@@ -311,7 +310,7 @@ class AnyModel(LanguageModel):
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many
         balanced = bool(self.aux_coefficient) and self.training and targets is not None
         head = self.inner.get_output_embeddings()
-        chunked = self.chunked and type(head) is Head and targets is not None
+        chunked = type(head) is Head and targets is not None
         options: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": attention_mask,
@@ -322,7 +321,7 @@ class AnyModel(LanguageModel):
             "output_router_logits": True if balanced else None,
         }
         options = {k: v for k, v in options.items() if v is not None and k in self.accepts}
-        if self.chunked:
+        if type(head) is Head:
             head.skipped = chunked
         outputs = self.inner(input_ids, **options)
         logits = outputs.logits[:, -logits_to_keep:]  # hidden states if the head is skipped
