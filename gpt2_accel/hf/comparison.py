@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gpt2_accel.hf.any_model import open_class
-from gpt2_accel.hf.convert import hf_config, save_pretrained
+from gpt2_accel.hf.convert import hf_config, save_pretrained, special_ids
 from gpt2_accel.hf.model_card import Training
 from gpt2_accel.hf.tensors import HEAD, to_hf
 from gpt2_accel.models import LanguageModel, filled, skeleton
@@ -81,7 +81,7 @@ def unknown_tensors(model: LanguageModel) -> str:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(hf_config(model.config, {}))
+        theirs = AutoModelForCausalLM.from_config(hf_config(model.config, special_ids(None, 0)))
     expected = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
     actual = {name: tensor.shape for name, tensor in to_hf(model).items()}
     actual.setdefault(HEAD, expected[HEAD])  # a tied head is not stored
