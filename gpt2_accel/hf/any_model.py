@@ -69,11 +69,13 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     or misshapen tensor, which `transformers` would initialise at random, and if `transformers`
     cannot open the directory.
     """
-    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if shape.attention is not None:
-        options["attn_implementation"] = shape.attention
     try:
-        inner, report = open_class(directory, **options)
+        inner, report = open_class(
+            directory,
+            attn_implementation=shape.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except Exception as error:  # the library raises several types
         raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
     wrong = sorted(report["missing_keys"] | {entry[0] for entry in report["mismatched_keys"]})
