@@ -63,10 +63,9 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     refuse_gguf(name)
     repo_id, _, revision = name.partition("@")
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=list(patterns)
+        return Path(
+            snapshot_download(repo_id, revision=revision or None, allow_patterns=list(patterns))
         )
-        return Path(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its "

@@ -124,9 +124,7 @@ def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], s
     table = conversion(model.config.architecture)
     targets = to_hf(model)
     weights = validated(model, tensors, source)
-    head = None
-    if HEAD not in targets:
-        head = weights.pop(HEAD, None)
+    head = None if HEAD in targets else weights.pop(HEAD, None)
     names = model.state_dict().keys()
     for key, tensor in weights.items():
         if key.removeprefix(table.prefix) not in names and tensor.any():

@@ -129,7 +129,7 @@ class AnyConfig(ModelConfig):
             setattr(changed, name, value[:n_layer])
         changed.num_hidden_layers = n_layer
         try:
-            return AnyConfig(changed.to_dict(), self.attention, self.note)
+            return self.changed(**changed.to_dict())
         except Exception:  # the classes raise several types
             return self
 
