@@ -300,8 +300,9 @@ def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[l
     in the vocabulary.
     """
     try:
-        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return tokenizer(list(texts), **options)["input_ids"]
+        return tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
     except Exception as error:  # the library raises nothing narrower
         unknown = sorted(set("".join(texts)) - tokenizer.get_vocab().keys())
         raise ValueError(
@@ -415,9 +416,8 @@ def describe_marks(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def lost_characters(tokenizer: "PreTrainedTokenizerBase", text: str, ids: list[int]) -> int:
     """Returns how many characters of a text its token ids do not give back, composed or not."""
-    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    texts = (text, str(tokenizer.decode(ids, **options)))
-    before, after = (Counter(unicodedata.normalize("NFC", each)) for each in texts)
+    decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    before, after = (Counter(unicodedata.normalize("NFC", each)) for each in (text, str(decoded)))
     return (before - after).total()
 
 

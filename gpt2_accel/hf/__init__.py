@@ -25,7 +25,7 @@ class Conversion:
     biased: tuple[str, ...] = ()  # have a bias in HF, zero if the model has none
     ignored: tuple[str, ...] = ()  # buffers in old files
     fields: Mapping[str, str]  # HF's field of `config.json` -> the config's in `models/`
-    supported: Mapping[str, tuple]  # HF's option -> the values with equal models
+    supported: Mapping[str, tuple]  # HF's option, if its class has it -> values with equal models
     # (HF's values, dropout) -> the config's other fields. Raises `DifferentModel` if `models/`
     # computes another model.
     read: Callable[[Mapping[str, Any], float], dict[str, Any]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt2_accel.hf.lora import write_adapter
-from gpt2_accel.models.any_model import AnyConfig, AnyModel, sees_later_tokens
+from gpt2_accel.models.any_model import AnyConfig, AnyModel
 from gpt2_accel.runtime.files import sentence
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def any_config(values: Mapping[str, Any], note: str, attention: str | None) -> A
         )
     shape = AnyConfig(config.to_dict(), attention, f"transformers' {name}: {note}")
     try:
-        later = sees_later_tokens(shape)
+        later = shape.behaviour.sees_later_tokens
     except Exception as error:  # classes raise many types
         raise ValueError(f"{name} fails on a text with this config: {sentence(error)}") from error
     if later:
@@ -69,11 +69,13 @@ def open_any(directory: Path, shape: AnyConfig) -> AnyModel:
     or misshapen tensor, which `transformers` would initialise at random, and if `transformers`
     cannot open the directory.
     """
-    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if shape.attention is not None:
-        options["attn_implementation"] = shape.attention
     try:
-        inner, report = open_class(directory, **options)
+        inner, report = open_class(
+            directory,
+            attn_implementation=shape.attention,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     except Exception as error:  # the library raises several types
         raise ValueError(f"transformers cannot open {directory}: {sentence(error)}") from error
     wrong = sorted(report["missing_keys"] | {entry[0] for entry in report["mismatched_keys"]})

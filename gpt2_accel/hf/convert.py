@@ -86,8 +86,15 @@ def save_pretrained(
             write_any(model, folder, ids, ends, generation)
         else:
             write_own(model, folder, ids, generation, custom)
-        chat = tokenizer is not None and bool(tokenizer.chat_template)
-        card = card_of(model, name or str(directory), training, chat, custom)
+        card = model_card(
+            name or str(directory),
+            describe(config),
+            training,
+            CUSTOM if custom else config.architecture,
+            chat=tokenizer is not None and bool(tokenizer.chat_template),
+            adapter=opening_lines(model) if isinstance(model, AnyModel) and model.adapter else "",
+            custom=f"{custom}. Its class is `{class_name(type(model))}`" if custom else "",
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
         if tokenizer is not None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -141,21 +148,6 @@ def write_own(
         save_file(packed, folder / WEIGHTS, {"format": "pt"})
 
 
-def card_of(
-    model: LanguageModel, name: str, training: Training | None, chat: bool, custom: str
-) -> str:
-    """Returns the model card; the arguments as in `save_pretrained` and `model_card`."""
-    return model_card(
-        name,
-        describe(model.config),
-        training,
-        CUSTOM if custom else model.config.architecture,
-        chat=chat,
-        adapter=opening_lines(model) if isinstance(model, AnyModel) and model.adapter else "",
-        custom=f"{custom}. Its class is `{class_name(type(model))}`" if custom else "",
-    )
-
-
 def special_ids(
     tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int
 ) -> dict[str, int | None]:
@@ -197,8 +189,9 @@ def hf_config(
 
 def describe(config: ModelConfig) -> str:
     """Describes the model in one sentence, for its card."""
-    any_class = isinstance(config, AnyConfig)
-    kind = config.architecture if any_class else conversion(config.architecture).name
+    kind = config.architecture
+    if not isinstance(config, AnyConfig):
+        kind = conversion(kind).name
     return (
         f"A {kind} of {config.parameter_count:,} parameters: {config.n_layer} layers, "
         f"{config.n_head} heads, {config.n_embd} wide, {config.n_positions:,} positions, a "
@@ -381,14 +374,12 @@ def read_config(
         return read_config(base_of(directory), attention=attention, reason=LORA)
     values = config_values(directory)
     try:
-        note = reason
-        if attention and not note:
-            note = f"--attn_implementation {attention}"
+        note = reason or (attention and f"--attn_implementation {attention}")
         if not note:
-            result = _own_config(values, dropout)
-            if isinstance(result, ModelConfig):
-                return result
-            note = result
+            try:
+                return _own_config(values, dropout)
+            except DifferentModel as different:
+                note = str(different)
         if dropout:
             raise ValueError("the model takes its dropout rates from config.json: give --dropout 0")
         return any_config(values, note, attention)
@@ -396,8 +387,11 @@ def read_config(
         raise ValueError(f"{directory / 'config.json'}: {sentence(error)}") from error
 
 
-def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
-    """Converts the values of a `config.json`; returns a reason if `models/` has no equal module."""
+def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig:
+    """Converts the values of a `config.json`.
+
+    Raises `DifferentModel` if `models/` has no equal module.
+    """
     from transformers import CONFIG_MAPPING
 
     model_type = values.get("model_type")
@@ -410,20 +404,17 @@ def _own_config(values: Mapping[str, Any], dropout: float) -> ModelConfig | str:
     if file:
         raise ValueError(f"its weights are in {file!r}: save the model again, in model.safetensors")
     if model_type not in ARCHITECTURES:
-        return f"models/ has no {model_type}"
+        raise DifferentModel(f"models/ has no {model_type}")
     table = conversion(model_type)
     # HF's class checks types, reads old spellings and adds missing fields.
     config = CONFIG_MAPPING[model_type].from_dict(dict(values))
     channels = config.hidden_size // (config.num_attention_heads or 1)
     values = {"bias": True, "head_dim": channels} | config.to_dict()
     for key, allowed in table.supported.items():
-        if values[key] not in allowed:
-            return f"its {key} is {values[key]!r}"
+        if key in values and values[key] not in allowed:
+            raise DifferentModel(f"its {key} is {values[key]!r}")
     sizes = {ours: values[theirs] for theirs, ours in table.fields.items()}
-    try:
-        return config_class(model_type)(**sizes, **table.read(values, dropout))
-    except DifferentModel as error:
-        return str(error)
+    return config_class(model_type)(**sizes, **table.read(values, dropout))
 
 
 def configured_shape(settings: TrainConfig, vocab_size: int) -> ModelConfig:

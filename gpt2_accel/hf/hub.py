@@ -48,8 +48,8 @@ MODEL_FILES = (
 MODEL_MANIFEST = "model.manifest.json"
 # Files of earlier uploads that an upload removes unless it replaces them.
 REPLACED = ["model*.safetensors*", "adapter_*", f"{LAST_CHECKPOINT}/*"]
-# Seconds between the attempts of an upload; the client repeats some requests itself.
-PAUSES = (1.0, 2.0, 4.0)
+# Seconds before the attempts of an upload; the client repeats some requests itself.
+PAUSES = (0.0, 1.0, 2.0, 4.0)
 
 
 def download(name: str, patterns: Sequence[str]) -> Path:
@@ -63,10 +63,9 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     refuse_gguf(name)
     repo_id, _, revision = name.partition("@")
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=list(patterns)
+        return Path(
+            snapshot_download(repo_id, revision=revision or None, allow_patterns=list(patterns))
         )
-        return Path(folder)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name} is neither a folder nor a model on the Hub that can be reached: check its "
@@ -138,7 +137,8 @@ def push(folder: Path, repo_id: str, *, private: bool = True, tag: str = "") -> 
     from huggingface_hub.errors import RevisionNotFoundError
 
     api = HfApi()
-    for pause in (*PAUSES, None):
+    for pause in PAUSES:
+        time.sleep(pause)
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             commit = api.upload_folder(
@@ -153,11 +153,8 @@ def push(folder: Path, repo_id: str, *, private: bool = True, tag: str = "") -> 
                 api.create_tag(repo_id, tag=tag, revision=commit.oid)
             return str(commit.repo_url)
         except Exception as error:  # the client or its HTTP library raises many types
-            if pause is None:
-                raise OSError(
-                    f"could not upload to {repo_id} ({first_line(error)}): check the connection "
-                    "and the login, `hf auth login` or an HF_TOKEN that may write there, and push "
-                    "again"
-                ) from error
-            time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+            last = error
+    raise OSError(
+        f"could not upload to {repo_id} ({first_line(last)}): check the connection and the login, "
+        "`hf auth login` or an HF_TOKEN that may write there, and push again"
+    ) from last

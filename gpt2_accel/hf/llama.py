@@ -1,4 +1,7 @@
-"""Hugging Face's Llama and `models/llama.py`, with the same tensors."""
+"""Hugging Face's Llama and `models/llama.py`, with the same tensors.
+
+The conversions of Qwen3 and NanoChat are changes of this one.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +22,8 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     unknown = rotary.keys() - {"rope_type", "type", "rope_theta"}
     if unknown:
         raise DifferentModel(f"its rotary positions have {min(unknown)}")
+    if set(values.get("layer_types", ())) - {"full_attention"}:  # Qwen3's
+        raise DifferentModel("it has layers with a sliding window")
     return {"rope_theta": float(rotary["rope_theta"])}
 
 
@@ -51,6 +56,7 @@ CONVERSION = Conversion(
         "attention_dropout": (0.0,),
         "mlp_bias": (False,),
         "pretraining_tp": (1,),
+        "use_sliding_window": (False,),
     },
     read=read,
     write=write,

@@ -9,9 +9,5 @@ CONVERSION = replace(
     name="Nanochat",
     model_class="NanoChatForCausalLM",
     fields=dict(llama.CONVERSION.fields, final_logit_softcapping="soft_cap"),
-    supported={
-        "hidden_act": ("relu2",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-    },
+    supported=dict(llama.CONVERSION.supported, hidden_act=("relu2",)),
 )

@@ -1,28 +1,7 @@
-"""Hugging Face's Qwen3 and `models/qwen3.py`: like Llama, except for options of `config.json`."""
+"""Hugging Face's Qwen3 and `models/qwen3.py`, with the same tensors."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from gpt2_accel.hf import DifferentModel, llama
+from gpt2_accel.hf import llama
 
-
-def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    """Returns the config's fields that are not in `Conversion.fields`."""
-    if set(values["layer_types"]) - {"full_attention"}:
-        raise DifferentModel("it has layers with a sliding window")
-    return llama.read(values, dropout)
-
-
-CONVERSION = replace(
-    llama.CONVERSION,
-    name="Qwen3",
-    model_class="Qwen3ForCausalLM",
-    supported={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "attention_dropout": (0.0,),
-        "use_sliding_window": (False,),
-    },
-    read=read,
-)
+CONVERSION = replace(llama.CONVERSION, name="Qwen3", model_class="Qwen3ForCausalLM")

@@ -102,9 +102,8 @@ def validated(
             "and the config of the same model"
         )
     for key, tensor in weights.items():
-        shape = tensor.shape  # right for a tied head: `load_hf` compares it with the embedding
-        if key in expected:
-            shape = expected[key].shape
+        # A tied head is not in `expected`: `load_hf` compares it with the embedding.
+        shape = expected.get(key, tensor).shape
         if tensor.shape != shape or tensor.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{key} in {source} does not fit its config: it is {tuple(tensor.shape)}, "
@@ -125,9 +124,7 @@ def load_hf(model: LanguageModel, tensors: Iterable[tuple[str, torch.Tensor]], s
     table = conversion(model.config.architecture)
     targets = to_hf(model)
     weights = validated(model, tensors, source)
-    head = None
-    if HEAD not in targets:
-        head = weights.pop(HEAD, None)
+    head = None if HEAD in targets else weights.pop(HEAD, None)
     names = model.state_dict().keys()
     for key, tensor in weights.items():
         if key.removeprefix(table.prefix) not in names and tensor.any():

@@ -10,7 +10,7 @@ import copy
 import inspect
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -90,18 +90,22 @@ class AnyConfig(ModelConfig):
         return self.vocab_size
 
     @cached_property
-    def has_plain_head(self) -> bool:
-        """Whether the logits are the head applied to the hidden states, see `plain_head`."""
+    def behaviour(self) -> "Behaviour":
+        """What the class computes, found by trying it, see `try_class`."""
         with unset_fake_temporarily():  # it computes, also while memory is estimated
-            return plain_head(self)
+            return try_class(self)
 
-    @cached_property
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the logits are the head applied to the hidden states."""
+        return self.behaviour.plain_head
+
+    @property
     def aux_weight(self) -> float | None:
         """The weight of the load balancing loss of experts; None if the class computes none."""
         weight = getattr(self.hf, "aux_loss_coef", None)  # JetMoe's name
         weight = getattr(self.hf, "router_aux_loss_coef", weight)
-        with unset_fake_temporarily():
-            return None if weight is None or not has_aux_loss(self) else float(weight)
+        return None if weight is None or not self.behaviour.aux_loss else float(weight)
 
     def changed(self, **values: Any) -> "AnyConfig":
         """Returns the shape with other values, such as another `vocab_size`."""
@@ -125,7 +129,7 @@ class AnyConfig(ModelConfig):
             setattr(changed, name, value[:n_layer])
         changed.num_hidden_layers = n_layer
         try:
-            return AnyConfig(changed.to_dict(), self.attention, self.note)
+            return self.changed(**changed.to_dict())
         except Exception:  # the classes raise several types
             return self
 
@@ -135,10 +139,9 @@ class AnyConfig(ModelConfig):
         It has a small vocabulary, no dropout, and the first layers, up to one of each kind.
         """
         # A layer's kind may also follow from its number.
-        structures = layer_structures(self) or [""] * self.n_layer
-        layers = zip(structures, *self.by_layer().values(), strict=True)
-        kinds = [str(layer) for layer in layers] or [""]
-        shape = self.with_depth(max(kinds.index(kind) for kind in kinds) + 1)
+        kinds = list(zip(layer_structures(self), *self.by_layer().values(), strict=True))
+        first = [kinds.index(kind) for kind in kinds]
+        shape = self.with_depth(max(first, default=0) + 1)
         ends = ("dropout", "_pdrop", "_dropout_rate")
         rates = {name: 0.0 for name in shape.values if name.endswith(ends)}
         sample = shape.changed(**rates, vocab_size=SAMPLE_VOCABULARY)
@@ -149,72 +152,76 @@ class AnyConfig(ModelConfig):
         """Builds the class of `transformers` with newly initialised weights."""
         from transformers import AutoModelForCausalLM
 
-        options = {} if self.attention is None else {"attn_implementation": self.attention}
-        return AutoModelForCausalLM.from_config(copy.deepcopy(self.hf), **options)
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(self.hf), attn_implementation=self.attention
+        )
 
     def build(self) -> "AnyModel":
         return AnyModel(self, self.build_inner())
 
 
-def layer_structures(shape: AnyConfig) -> list[str]:
-    """Describes the modules of each layer of a model. Takes no memory for weights."""
+def layer_structures(shape: AnyConfig) -> list[list[type]]:
+    """Returns the classes of the modules of each layer; none if the layers are not in one list.
+
+    Takes no memory for weights.
+    """
     with torch.device("meta"):
         inner = shape.build_inner()
-    stacks = (m for m in inner.modules() if isinstance(m, nn.ModuleList))
-    layers = next((stack for stack in stacks if len(stack) == shape.n_layer), nn.ModuleList())
-    return [str([type(module) for module in layer.modules()]) for layer in layers]
+    for stack in inner.modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) == shape.n_layer:
+            return [[type(module) for module in layer.modules()] for layer in stack]
+    return [[]] * shape.n_layer
 
 
 def random_model(shape: AnyConfig) -> "PreTrainedModel":
-    """Builds the class with random weights, on the CPU, in evaluation mode.
+    """Builds the small shape of the class with random weights, on the CPU, in evaluation mode.
 
     Torch's random state does not change.
     """
     with torch.random.fork_rng(devices=()), torch.device("cpu"):
         torch.manual_seed(0)
-        return shape.build_inner().eval()
+        return shape.sample().build_inner().eval()
+
+
+class Behaviour(NamedTuple):
+    """What a class of `transformers` computes.
+
+    `sees_later_tokens`: its logits depend on later tokens, as BERT's do. `plain_head`: they are the
+    head applied to the hidden states, without bias, scale, soft cap. `aux_loss`: in training mode
+    it computes a load balancing loss.
+    """
+
+    sees_later_tokens: bool
+    plain_head: bool
+    aux_loss: bool
 
 
 @torch.no_grad()
-def plain_head(shape: AnyConfig) -> bool:
-    """Whether the logits are the head applied to the hidden states, without bias, scale, soft cap.
+def try_class(shape: AnyConfig) -> Behaviour:
+    """Tries what a class computes, on a small model with random weights.
 
-    Tries it on hidden states of a large scale.
+    The test of the head uses hidden states of a large scale.
     """
-    model = random_model(shape.sample())
+    model = random_model(shape)
+    input_ids = torch.arange(1, 17, device="cpu").repeat(2, 1)
+    input_ids[1, -1] += 1  # the rows differ in the last token
+    first, second = model(input_ids, use_cache=False).logits[:, :-1]
+    later = bool((first - second).abs().max() > CROSSES * first.std())
     head = model.get_output_embeddings()
     plain = type(head) is nn.Linear and head.bias is None
-    if not plain or "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        return False
-    seen: list[torch.Tensor] = []
-    head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * LARGE,))
-    head.register_forward_hook(lambda *call: seen.append(call[-1]))
-    logits = model(torch.arange(4, device="cpu")[None], use_cache=False).logits
-    return torch.equal(logits, seen[0])
-
-
-@torch.no_grad()
-def has_aux_loss(shape: AnyConfig) -> bool:
-    """Whether a class computes a load balancing loss in training mode. Tries it."""
-    model = random_model(shape.sample()).train()
-    input_ids = torch.arange(4, device="cpu")[None]
+    plain = plain and "logits_to_keep" in inspect.signature(model.forward).parameters
+    if plain:
+        seen: list[torch.Tensor] = []
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * LARGE,))
+        head.register_forward_hook(lambda *call: seen.append(call[-1]))
+        plain = torch.equal(model(input_ids, use_cache=False).logits, seen[0])
     try:
         with torch.random.fork_rng(devices=()):  # routers may add noise
-            outputs = model(input_ids, use_cache=False, output_router_logits=True)
+            outputs = model.train()(input_ids, use_cache=False, output_router_logits=True)
+        balanced = torch.is_tensor(getattr(outputs, "aux_loss", None))
     except Exception:  # classes raise many types, such as where no layer has experts
-        return False
-    return torch.is_tensor(getattr(outputs, "aux_loss", None))
-
-
-@torch.no_grad()
-def sees_later_tokens(shape: AnyConfig) -> bool:
-    """Whether the logits of a class depend on later tokens, as BERT's do."""
-    model = random_model(shape.sample())
-    input_ids = torch.arange(1, 17)[None]
-    first = model(input_ids, use_cache=False).logits[:, :-1]
-    input_ids[:, -1] += 1
-    second = model(input_ids, use_cache=False).logits[:, :-1]
-    return bool((first - second).abs().max() > CROSSES * first.std())
+        balanced = False
+    return Behaviour(later, plain, balanced)
 
 
 class Head(nn.Linear):
@@ -231,10 +238,7 @@ class Head(nn.Linear):
 
 
 class AnyModel(LanguageModel):
-    """A causal language model of `transformers`, `inner`, as a `LanguageModel`.
-
-    `chunked` says that the loss is computed in chunks.
-    """
+    """A causal language model of `transformers`, `inner`, as a `LanguageModel`."""
 
     config: AnyConfig
     config_class = AnyConfig
@@ -249,8 +253,7 @@ class AnyModel(LanguageModel):
         # peft's model around `inner`, and the digest of the base's weights: see `hf/lora.py`. In a
         # tuple it is not a submodule.
         self.adapter: tuple[Any, ...] = ()
-        self.chunked = config.has_plain_head
-        if self.chunked:
+        if config.has_plain_head:
             inner.get_output_embeddings().__class__ = Head
 
     @property
@@ -308,7 +311,7 @@ class AnyModel(LanguageModel):
             sequence_positions(input_ids, self.config.n_positions)  # raises for too many
         balanced = bool(self.aux_coefficient) and self.training and targets is not None
         head = self.inner.get_output_embeddings()
-        chunked = self.chunked and type(head) is Head and targets is not None
+        chunked = type(head) is Head and targets is not None
         options: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": attention_mask,
@@ -319,7 +322,7 @@ class AnyModel(LanguageModel):
             "output_router_logits": True if balanced else None,
         }
         options = {k: v for k, v in options.items() if v is not None and k in self.accepts}
-        if self.chunked:
+        if type(head) is Head:
             head.skipped = chunked
         outputs = self.inner(input_ids, **options)
         logits = outputs.logits[:, -logits_to_keep:]  # hidden states if the head is skipped
@@ -356,12 +359,10 @@ def documents_cross(
     Compares two rows of documents with the documents alone, in fp32 and training mode, and the
     error with the error of positions that run on. `backend` is for `torch.compile`, None for eager.
     """
-    sample = shape.sample()
-    model = AnyModel(sample, random_model(sample)).train()
+    model = AnyModel(shape, random_model(shape)).train()
     model.checkpoint_activations = checkpoint_activations
     run = model if backend is None else torch.compile(model, backend=backend, dynamic=True)
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(sample.vocab_size, (2, 32), generator=generator)
+    input_ids = torch.arange(1, 65).view(2, 32)
     documents = torch.stack([torch.arange(32) // length for length in LENGTHS])
     together = run(input_ids, documents=documents)
     crossing = model(input_ids)

@@ -42,7 +42,7 @@ def here(server, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(hub_module, "PAUSES", (0.01,) * 3)
+    monkeypatch.setattr(hub_module, "PAUSES", (0.01,) * 4)
     return server
 
 
