@@ -7,6 +7,7 @@ of the run's list. `setup.py` puts the callbacks of this module after the user's
 import inspect
 import math
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,23 +140,23 @@ class Evaluations:
                     run.state.count(loss)
 
 
+@dataclass
 class Samples:
     """Generates a sample from each prompt every `sample_every` updates, on the main process."""
 
-    def __init__(self, prompts: list[Prompt]):
-        self.prompts = prompts
+    prompts: list[Prompt]
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         config = run.config
         if not run.due(config.sample_every):
             return
-
         sampling = Sampling(max_new_tokens=config.sample_tokens, seed=config.seed)
         samples = run.generate(self.prompts, sampling)
         for prompt, sample in zip(config.sample_prompts, samples, strict=False):  # or none
             run.log.sample(prompt, whole_text(run.tokenizer, sample))
 
 
+@dataclass
 class Kept:
     """Measures what the run keeps of its base model, as `val/kept`: see `evals/kept.py`.
 
@@ -163,8 +164,7 @@ class Kept:
     answers it also answers a held-out prompt, shown at the end with the answer then.
     """
 
-    def __init__(self) -> None:
-        self.base: dict[str, Any] = {}  # empty if nothing is measured
+    base: dict[str, Any] = field(default_factory=dict)  # empty if nothing is measured
 
     def state_dict(self) -> dict[str, Any]:
         return self.base
@@ -220,6 +220,7 @@ class Profiler(torch.profiler.profile):
         self.step()
 
 
+@dataclass
 class Trackers(AbstractContextManager):
     """Sends each line of `metrics.jsonl` to experiment trackers, on the main process.
 
@@ -227,9 +228,8 @@ class Trackers(AbstractContextManager):
     and the run continues.
     """
 
-    def __init__(self, names: list[str]):
-        self.names = names
-        self.trackers: list[GeneralTracker] = []
+    names: list[str]
+    trackers: list[GeneralTracker] = field(default_factory=list)
 
     def __exit__(self, *_: Any) -> None:
         for tracker in self.trackers:

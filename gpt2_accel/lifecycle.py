@@ -40,7 +40,7 @@ from gpt2_accel.runtime.log import RunLog, Status
 from gpt2_accel.runtime.metadata import describe_run, describe_training, end_summary, start_summary
 from gpt2_accel.runtime.processes import all_or_none, on_main_process
 from gpt2_accel.runtime.recipe_command import recipe_command
-from gpt2_accel.saving import check_problems, collect, report_save, save
+from gpt2_accel.saving import check_problems, collect, end_write, save
 from gpt2_accel.tokenizer import load_tokenizer
 from gpt2_accel.tuning import is_pretrained
 
@@ -165,8 +165,9 @@ def finish(run: Run) -> bool:
     else:
         check_problems(run)
     save(run)
-    if on_main_process(lambda: wait_for_checkpoint(run)):
-        report_save(run)
+    problem = end_write(run)
+    if problem:
+        raise OSError(f"the last checkpoint could not be written: {problem}")
     if diverged(run):
         raise Diverged(
             f"{bad} updates in a row were skipped, the last because {run.problem}: resume from "
@@ -233,17 +234,6 @@ def closing(run: Run) -> str:
     if run.data.folder and not run.data.pairs:
         return f"{text}\n  {recipe_command('evaluate', '--model', folder)}"
     return f"{text}\n  docs/evaluation.md has the commands for data of this kind"
-
-
-def wait_for_checkpoint(run: Run) -> bool:
-    """Waits until the last checkpoint is on disk. Returns whether to report it to the callbacks.
-
-    Raises `OSError` if it could not be written.
-    """
-    error = run.writer.join()
-    if error is not None:
-        raise OSError(f"the last checkpoint could not be written: {sentence(error)}") from error
-    return run.writer.written is not None
 
 
 def export_model(run: Run, reason: str) -> None:

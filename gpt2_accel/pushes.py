@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import thread as executors
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpt2_accel.runtime.files import atomic_directory, remove, sentence
 UPLOADS = ".uploads"  # in a run's folder; after the run it holds what was not sent
 
 
+@dataclass
 class Pushes(AbstractContextManager):
     """Pushes checkpoints and the final model to the Hub, in the background of the main process.
 
@@ -33,10 +35,9 @@ class Pushes(AbstractContextManager):
     answers.
     """
 
-    def __init__(self) -> None:
-        self.run: Run | None = None  # set on the main process only
-        self.newest: Path | None = None
-        self.thread = threading.Thread()
+    run: Run | None = None  # set on the main process only
+    newest: Path | None = None
+    thread: threading.Thread = field(default_factory=threading.Thread)
 
     def on_train_begin(self, run: Run) -> None:
         if run.accelerator.is_main_process:

@@ -47,6 +47,7 @@ class Interrupted(Exception):
     """A rank has to stop: the update is dropped. All ranks raise it."""
 
 
+@dataclass
 class MicroBatches:
     """This rank's micro-batches of one update; a second iteration repeats them.
 
@@ -54,21 +55,20 @@ class MicroBatches:
     weights restores them in `finally`.
     """
 
-    def __init__(self, batches: Iterator[Batch], count: int, interrupted: Callable[[], bool]):
-        self._batches = batches
-        self._kept: list[Batch] = []
-        self._count = count
-        self._interrupted = interrupted
+    batches: Iterator[Batch]
+    count: int
+    interrupted: Callable[[], bool]
+    _kept: list[Batch] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Batch]:
-        for number in range(self._count):
-            if self._kept and self._interrupted():
+        for number in range(self.count):
+            if self._kept and self.interrupted():
                 raise Interrupted
             if number == len(self._kept):
-                self._kept.append(next(self._batches))
+                self._kept.append(next(self.batches))
             yield self._kept[number]
 
 
@@ -121,15 +121,6 @@ class Run:
     problem: str = ""  # why the last skipped update was skipped
     remarks: str = ""  # lines for the model card
 
-    # Set by `lifecycle.open_logs`, after a resume.
-    metadata: dict[str, Any] = field(init=False)
-    updates: int = field(init=False)
-    log: RunLog = field(init=False)
-    status: Status = field(init=False)
-    files: ModelFiles = field(init=False)
-    writer: CheckpointWriter = field(init=False)
-    loader: PrefetchLoader = field(init=False)
-
     def __post_init__(self) -> None:
         config = self.config
         self.run_dir = Path(config.output_dir)
@@ -140,6 +131,14 @@ class Run:
         )
         self.stop = StopRequest(config.max_hours)
         self.interrupted = any_rank(self.accelerator, partial(must_stop, self))
+        # Set by `lifecycle.open_logs`, after a resume.
+        self.metadata: dict[str, Any]
+        self.updates: int
+        self.log: RunLog
+        self.status: Status
+        self.files: ModelFiles
+        self.writer: CheckpointWriter
+        self.loader: PrefetchLoader
 
     @property
     def step(self) -> int:
@@ -296,7 +295,7 @@ def on_plain_model(run: Run, function: Callable[[LanguageModel], Any]) -> Any:
     with evaluating_optimizer(run.optimizer):
         model: Any = unwrap(accelerator, run.model)
         if accelerator.is_fsdp2:
-            model = full_model(accelerator, run.model, run.empty)
+            model = run.copied_model()
         return on_main_process(lambda: function(model.to(accelerator.device)))
 
 
@@ -305,8 +304,8 @@ def on_plain_model(run: Run, function: Callable[[LanguageModel], Any]) -> Any:
 
 def must_stop(run: Run) -> bool:
     """Whether this rank has to stop: after a signal, or because of a problem."""
-    reason = run.stop.reason or run.train_loader.problem or run.writer.bug
-    return run.status.lost or bool(reason)
+    problem = run.status.lost or run.train_loader.problem or run.writer.bug
+    return bool(run.stop.reason or problem)
 
 
 def diverged(run: Run) -> bool:

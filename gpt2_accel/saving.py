@@ -46,8 +46,9 @@ def resume(run: Run, checkpoint: Path) -> None:
                     f"{checkpoint} was trained with {was}, which changes the order of the data: "
                     "resume with the original value, or with --ignore_changes"
                 )
-        tokens = saved["sequences"] * saved["sequence_length"]
-        run.changes = changed_settings(config, saved["settings"], saved["step"], tokens)
+        step = saved["step"]
+        tokens = saved["position"]["sequences"] * saved["sequence_length"]
+        run.changes = changed_settings(config, saved["settings"], step, tokens)
         for name, change in run.changes.items():
             if name in SHAPE or name.startswith(("lora", "dtype")):
                 raise ValueError(
@@ -56,7 +57,6 @@ def resume(run: Run, checkpoint: Path) -> None:
                 )
         for name, value in saved["parts"].items():
             if value != run.parts[name]:
-                step = saved["step"]
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
         names = vars(run.state).keys() & saved.keys() - {"run_id"}  # 0.6 has no `finish`
         run.state = RunState(**{name: saved[name] for name in names})
@@ -84,17 +84,21 @@ def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any
     checkpoint cannot hold.
     """
     tensors, values = run.training_state.collect()
-    state = asdict(run.state) | order_of(run)
-    state["position"] = {"sequences": run.schedule.first(run.step)}
-    state["settings"] = run.config.settings()
-    state["parts"] = run.parts
-    state["recent"] = run.guard.recent
-    state["bos"] = run.train_loader.bos
-    state["phases"] = [start for start, _ in run.train_loader.phases]
-    size = run.train_loader.micro_batch_size
-    state["micro_batch"] = {"size": size, "processes": run.accelerator.num_processes}
-    state["version"] = __version__
-    state |= values
+    loader = run.train_loader
+    state = asdict(run.state) | order_of(run) | values
+    state |= {
+        "position": {"sequences": run.schedule.first(run.step)},
+        "settings": run.config.settings(),
+        "parts": run.parts,
+        "recent": run.guard.recent,
+        "bos": loader.bos,
+        "phases": [start for start, _ in loader.phases],
+        "micro_batch": {
+            "size": loader.micro_batch_size,
+            "processes": run.accelerator.num_processes,
+        },
+        "version": __version__,
+    }
     check_json(state, "state")
     return tensors, json.loads(json.dumps(state))  # later changes of its values do not reach it
 
@@ -117,11 +121,8 @@ def save(run: Run) -> None:
     Does nothing if this step's is written already. Raises `OSError` if the run's folder is gone.
     """
     run.wants_save = False
-    run.save_requested = False
-    failed, written = on_main_process(lambda: end_write(run))
-    if written:  # only now, and no update has told the callbacks
-        report_save(run)
-    if run.step == run.saved_step and not failed:
+    problem = end_write(run)
+    if run.step == run.saved_step and not problem:
         return
     metrics = run.run_dir / "metrics.jsonl"
     if run.accelerator.is_main_process and metrics.exists():
@@ -136,22 +137,31 @@ def save(run: Run) -> None:
     run.saved_step = run.step
 
 
-def end_write(run: Run) -> tuple[bool, bool]:
-    """Waits for the previous checkpoint. Returns whether it could not be written, and whether it is
-    written and the callbacks do not know it."""
-    run.status.write()
-    if run.status.lost:
-        raise OSError(
-            f"{run.config.output_dir} was removed or moved during the run, or another process "
-            "trains there now: put it back and start the same command again, or choose another "
-            "--output_dir"
-        )
-    return run.writer.join() is not None, run.writer.written is not None
+def end_write(run: Run) -> str:
+    """Waits for the previous checkpoint, and reports it if no update has.
+
+    Returns why it could not be written, or an empty text. Raises `OSError` if the run's folder is
+    gone.
+    """
+
+    def wait() -> tuple[str, bool]:
+        run.status.write()
+        if run.status.lost:
+            raise OSError(
+                f"{run.config.output_dir} was removed or moved during the run, or another process "
+                "trains there now: put it back and start the same command again, or choose "
+                "another --output_dir"
+            )
+        return run.writer.join(), run.writer.written is not None
+
+    problem, written = on_main_process(wait)
+    if written:
+        report_save(run)
+    return problem
 
 
 def report_save(run: Run) -> None:
     """Calls `on_save` of the callbacks for the checkpoint that is written."""
-    run.unreported = False
     run.writer.written = None
     call(run, "on_save", path=run.run_dir / f"checkpoint-{run.saved_step}")
 

@@ -157,18 +157,19 @@ def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     losses = {}
     for path in checkpoints:
         with suppress(ValueError):  # damaged since it was written
-            loss = read_state(path)["val_loss"]
+            loss = read_state(path).get("val_loss")
             if loss is not None:
                 losses[path] = loss
     return min(losses, key=lambda path: losses[path], default=None)
 
 
-def point_to(link: Path, target: Path) -> None:
-    """Atomically makes `link` a symbolic link to `target`, in the same folder.
+def point_to(name: str, target: Path) -> None:
+    """Atomically makes `name` a symbolic link to `target`, in the same folder.
 
     Does nothing on file systems without symbolic links, such as buckets and Colab's Drive: the link
     is optional.
     """
+    link = target.with_name(name)
     new = scratch_path(link)
     with suppress(OSError):
         new.symlink_to(target.name)
@@ -209,16 +210,12 @@ def file_entry(path: Path) -> dict:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's `state.json`. The entries of `position` are also at the top level.
-
-    Raises `ValueError` if it is damaged, or older than release 0.5.
-    """
+    """Reads a checkpoint's `state.json`. Raises `ValueError` if it is damaged."""
     path = checkpoint / STATE / "state.json"
-    with suppress(OSError, ValueError):
-        state = read_json(path)
-        if isinstance(state, dict) and state.keys() >= {"step", "recent", "settings", "position"}:
-            return state | state["position"]
-    raise ValueError(
-        f"{path} is damaged, or older than release 0.5: resume from another checkpoint, or start "
-        "from its weights by --init_from"
-    )
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: resume from another checkpoint, or start from its weights by "
+            "--init_from"
+        ) from error

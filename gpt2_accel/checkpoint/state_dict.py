@@ -99,15 +99,17 @@ def split(
                 "numbers, texts and lists"
             )
         for key, value in state.items():
-            found = {f"{name}/{key}": value}
+            place = f"{name}/{key}"
+            if isinstance(value, torch.Tensor):
+                tensors[place] = value
+                continue
             if isinstance(value, list):
-                found = {f"{name}/{key}/{number}": each for number, each in enumerate(value)}
-                value = [None if isinstance(each, torch.Tensor) else each for each in value]
-            if not isinstance(value, torch.Tensor):
-                values.setdefault(name, {})[key] = value
-            for place, each in found.items():
-                if isinstance(each, torch.Tensor):
-                    tensors[place] = each
+                value = value.copy()
+                for number, each in enumerate(value):
+                    if isinstance(each, torch.Tensor):
+                        tensors[f"{place}/{number}"] = each
+                        value[number] = None
+            values.setdefault(name, {})[key] = value
     return tensors, values
 
 

@@ -60,7 +60,7 @@ class CheckpointWriter(AbstractContextManager):
     best: Path | None = None
     about_best: str = ""
     bug: Exception | None = None
-    _error: OSError | None = None
+    _problem: str = ""
     _thread: threading.Thread | None = None
 
     def save(self, *snapshot: Any) -> None:
@@ -74,12 +74,15 @@ class CheckpointWriter(AbstractContextManager):
         if kind is None or not issubclass(kind, KeyboardInterrupt):
             self._wait()
 
-    def join(self) -> OSError | None:
-        """Waits until the last checkpoint is on disk. Returns the disk's error; raises `bug`."""
+    def join(self) -> str:
+        """Waits until the last checkpoint is on disk. Returns the disk's error, or an empty text.
+
+        Raises `bug`.
+        """
         self._wait()
         if self.bug is not None:
             raise self.bug
-        return self._error
+        return self._problem
 
     def _wait(self) -> None:
         if self._thread is not None:
@@ -112,11 +115,12 @@ class CheckpointWriter(AbstractContextManager):
                 write_manifest(folder, CHECKPOINT_MANIFEST, names)
             self.link(state["step"])
             self.written = path
-            self._error = None
+            self._problem = ""
         except OSError as error:  # the next write may succeed
-            if str(error) != str(self._error):  # the end of a run tries the last one again
-                self.print_line(f"{path.name} could not be written: {sentence(error)}")
-            self._error = error
+            problem = sentence(error)
+            if problem != self._problem:  # the end of a run tries the last one again
+                self.print_line(f"{path.name} could not be written: {problem}")
+            self._problem = problem
         except Exception as error:
             self.bug = error
 
@@ -144,10 +148,10 @@ class CheckpointWriter(AbstractContextManager):
         checkpoints = self._up_to(step)
         self.best = best_checkpoint(checkpoints) if self.config.keep_best else None
         if self.best is not None:
-            point_to(self.best.with_name("best"), self.best)
+            point_to("best", self.best)
             self.about_best = f"{self.best.name}, which has the lowest val/loss"
         if checkpoints:
-            point_to(checkpoints[-1].with_name("latest"), checkpoints[-1])
+            point_to("latest", checkpoints[-1])
 
     def _up_to(self, step: int) -> list[Path]:
         return [path for path in list_checkpoints(self.config.output_dir) if step_of(path) <= step]

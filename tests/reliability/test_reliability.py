@@ -127,14 +127,14 @@ def test_a_full_disk_loses_only_the_saves_that_do_not_fit(tiny, tmp_path, small_
 def test_a_resume_writes_the_final_model_after_a_full_disk(data_dir, small_disk, monkeypatch):
     disk = small_disk(4)
     left = 0
-    honest = lifecycle.wait_for_checkpoint
+    honest = lifecycle.end_write
 
     def fill(run):
         reported = honest(run)
         (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
         return reported
 
-    monkeypatch.setattr(lifecycle, "wait_for_checkpoint", fill)
+    monkeypatch.setattr(lifecycle, "end_write", fill)
     config = tiny_config(data_dir, disk / "run", resume_from="latest")
     failed = 0
     complete = False
