@@ -76,7 +76,7 @@ def check_callback(callback: Any) -> None:
                 f"{kind} has {name}, which a run never calls: docs/change.md lists the methods of "
                 "a callback; a TrainerCallback of transformers has methods with other arguments"
             )
-        run, *others = list(inspect.signature(expected).parameters)[1:]
+        _, run, *others = inspect.signature(expected).parameters
         try:
             inspect.signature(getattr(callback, name)).bind(run, **dict.fromkeys(others))
         except TypeError as error:

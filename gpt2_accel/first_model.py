@@ -113,12 +113,11 @@ def load_model(
         model = given
         load_weights(model, source)
     else:
-        lora = bool(config.lora)
         model = from_pretrained(
             source,
-            0.0 if lora and "dropout" not in config.given else config.dropout,
+            0.0 if config.lora and "dropout" not in config.given else config.dropout,
             attention=config.attn_implementation,
-            reason="--lora" if lora else None,
+            reason="--lora" if config.lora else None,
             merge=merge,
         )
     rows: Sequence[int] = ()

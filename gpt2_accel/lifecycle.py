@@ -114,7 +114,7 @@ def started(run: Run) -> Iterator[None]:
                 print(start_summary(run), *run.changes.values(), sep="\n", flush=True)
                 run.writer.link(run.step)  # a kill may have prevented it
             stack.enter_context(run.log)
-        for part in list(run.callbacks) + [run.writer, run.loader]:
+        for part in (*run.callbacks, run.writer, run.loader):
             if isinstance(part, AbstractContextManager):
                 stack.enter_context(part)
         gc.disable()  # a rank that collects within an update keeps the others waiting

@@ -1,6 +1,6 @@
 """What a checkpoint of a run holds: saving it, and resuming from it. All ranks call it all."""
 
-import json
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def resume(run: Run, checkpoint: Path) -> None:
         for name, value in saved["parts"].items():
             if value != run.parts[name]:
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
-        names = vars(run.state).keys() & saved.keys() - {"run_id"}  # 0.6 has no `finish`
+        names = vars(run.state).keys() & saved.keys()  # 0.6 has no `finish`
         run.state = RunState(**{name: saved[name] for name in names})
         run.state.postponed = saved.get("postponed", ["Evaluations"])  # 0.6 has only val_loss
         run.state.changes += run.changes.values()
@@ -72,9 +72,8 @@ def resume(run: Run, checkpoint: Path) -> None:
     run.resumes_here = checkpoint.resolve().parent == run.run_dir.resolve()
     if run.resumes_here and not run.state.postponed:  # else it is saved with their results
         run.saved_step = run.step
-    # A branch of another run is a run of its own.
-    if run.resumes_here or not (checkpoint.parent / "run.json").exists():
-        run.state.run_id = saved["run_id"]
+    if not run.resumes_here and (checkpoint.parent / "run.json").exists():
+        run.state.run_id = ""  # a branch of another run is a run of its own
 
 
 def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
@@ -100,7 +99,7 @@ def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any
         "version": __version__,
     }
     check_json(state, "state")
-    return tensors, json.loads(json.dumps(state))  # later changes of its values do not reach it
+    return tensors, deepcopy(state)  # later changes of its values do not reach it
 
 
 def save_due(run: Run) -> bool:
@@ -167,8 +166,6 @@ def report_save(run: Run) -> None:
 
 
 def check_problems(run: Run) -> None:
-    """Raises a rank's problem on all ranks: `UnreadableData`, or an error of a save."""
+    """Raises `UnreadableData` on all ranks if a rank could not read its data."""
     with all_or_none():
-        problem = run.writer.bug or run.train_loader.problem
-        if problem is not None:
-            raise problem
+        run.train_loader.end()

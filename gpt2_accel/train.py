@@ -166,22 +166,20 @@ def accumulate_gradients(run: Run, batches: MicroBatches) -> dict[str, torch.Ten
     Returns this rank's loss and other figures, scalars; their means over the ranks are the figures
     of the update. Gradients are reduced over the ranks in the last backward pass only.
     """
-    totals = {"loss": torch.zeros((), device=run.accelerator.device)}
+    totals: dict[str, torch.Tensor] = {}
     for number, batch in enumerate(batches, start=1):
         result = run.objective(run.model, batch)
         loss, others = result if isinstance(result, tuple) else (result, {})
-        loss = loss / batch.divisor
-        run.backward(loss, last=number == len(batches))
-        totals["loss"] += loss.detach()
-        if number == 1:
-            totals |= {name: torch.zeros_like(totals["loss"]) for name in sorted(others)}
-        if totals.keys() != {"loss", *others} or "loss" in others:
+        run.backward(loss / batch.divisor, last=number == len(batches))
+        figures = {"loss": loss} | others
+        if "loss" in others or (number > 1 and totals.keys() != figures.keys()):
             raise ValueError(
                 f"the objective returns the figures {sorted(others)}, first {sorted(totals)}: "
                 "return the same for each batch, none as loss"
             )
-        for name, value in others.items():
-            totals[name] = totals[name] + torch.as_tensor(value).detach().float() / batch.divisor
+        for name, value in figures.items():
+            mean = torch.as_tensor(value).detach().float() / batch.divisor
+            totals[name] = totals.get(name, 0.0) + mean
     return totals
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2_accel.checkpoint.find import find_checkpoint, read_state
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.runtime.options import load_saved
+from gpt2_accel.runtime.options import run_of
 
 PRETRAINED_RATE = 2e-5  # AdamW's peak
 PRETRAINED_LORA_RATE = 2e-4
@@ -43,12 +43,9 @@ def tokens_per_parameter(model: str | Path) -> float | None:
     with suppress(OSError, ValueError, KeyError, TypeError):  # a file is missing or damaged
         while model not in known:
             known.add(model)
-            run_dir = Path(model)
-            if not (run_dir / "run.json").is_file():
-                run_dir = run_dir.parent  # of a checkpoint, or of `best`
-            about = load_saved(run_dir / "run.json")
+            settings, about = run_of(model)
             tokens += about["tokens"]
-            model = load_saved(run_dir / "config.yaml")["init_from"]
+            model = settings["init_from"]
             if model is None:
                 return tokens / about["parameters"]
     return None

@@ -71,7 +71,7 @@ class CheckpointWriter(AbstractContextManager):
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         """Waits for a running write, also after an error, but not after a second Ctrl-C."""
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
+        if kind is not KeyboardInterrupt:
             self._wait()
 
     def join(self) -> str:
@@ -130,12 +130,10 @@ class CheckpointWriter(AbstractContextManager):
         Newer ones can only be damaged. They are not counted or removed: the run replaces them.
         """
         checkpoints = self._up_to(step)
-        keep: list[Path | None] = list(checkpoints[-self.config.keep_last :])
+        keep = [*checkpoints[-self.config.keep_last :], self.best]
         every = self.config.keep_every
         if every:
             keep += [path for path in checkpoints if step_of(path) % every == 0]
-        if self.config.keep_best:
-            keep.append(best_checkpoint(checkpoints))
         for path in checkpoints:
             if path not in keep:
                 try:

@@ -9,13 +9,12 @@ from signal import SIG_DFL, SIGINT, default_int_handler, getsignal, signal
 
 from gpt2_accel.runtime import signals
 from gpt2_accel.runtime.files import sentence
+from gpt2_accel.runtime.recipe_command import PACKAGE
 
 signals.die_with_launcher()  # now: the imports of a recipe take seconds
 
 if getsignal(SIGINT) is default_int_handler:
     signal(SIGINT, SIG_DFL)  # until `run`, Ctrl-C prints no traceback of imports
-
-PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def run(main: Callable[[], object]) -> None:
