@@ -114,6 +114,7 @@ class Figures:
             )
 
 
+@dataclass
 class Evaluations:
     """Runs the evaluations that are due.
 
@@ -122,10 +123,11 @@ class Evaluations:
     for other pairs.
     """
 
-    def __init__(self, evaluations: list[tuple[int, Evaluation]]):
-        if not all(isinstance(every, int) and callable(own) for every, own in evaluations):
+    evaluations: list[tuple[int, Evaluation]]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(every, int) and callable(own) for every, own in self.evaluations):
             raise ValueError("give pairs of an interval in updates and a function")
-        self.evaluations = evaluations
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         for every, evaluation in self.evaluations:

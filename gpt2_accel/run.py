@@ -102,7 +102,7 @@ class Run:
     val_loader: EvalLoader | None  # None if nothing is evaluated
     callbacks: Sequence[Any]  # called in this order
     parts: dict[str, Any]  # names of the parts, for the record
-    checkpoint: Path | None = None  # the one to resume; None for a new run
+    checkpoint: Path | None  # the one to resume; None for a new run
 
     state: RunState = field(default_factory=RunState)
     resumes_here: bool = False  # the checkpoint is in the run's own folder

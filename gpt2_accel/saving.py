@@ -166,6 +166,8 @@ def report_save(run: Run) -> None:
 
 
 def check_problems(run: Run) -> None:
-    """Raises `UnreadableData` on all ranks if a rank could not read its data."""
+    """Raises a rank's problem on all ranks: `UnreadableData`, or an error of a save."""
     with all_or_none():
-        run.train_loader.end()
+        problem = run.writer.bug or run.train_loader.problem
+        if problem is not None:
+            raise problem

@@ -70,8 +70,7 @@ def remarks(config: TrainConfig) -> list[str]:
             "of it, to keep the best of all evaluations"
         )
     rate = pretrained_rate(config)
-    far = config.learning_rate > FAR * rate
-    if config.init_from and far and is_pretrained(config.init_from):
+    if config.init_from and config.learning_rate > FAR * rate and is_pretrained(config.init_from):
         lines.append(
             f"a learning rate of {config.learning_rate:g} is {config.learning_rate / rate:.0f} "
             f"times {rate:g}, which a pretrained model survives: it may forget what it knows"

@@ -4,6 +4,7 @@ A manifest has the size and SHA-256 of files: all files of a checkpoint, or the 
 `config.json` and `tokenizer.json` of a final model.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
     if path is not None and "version" not in read_state(path):
         raise ValueError(
             f"{path} is older than release 0.6: resume it with release 0.6, or open it as a model "
-            "by --init_from"
+            "by --init_from; release 0.5 resumes a run of 0.4"
         )
     return path
 
@@ -154,13 +155,15 @@ def step_of(checkpoint: Path) -> int:
 
 def best_checkpoint(checkpoints: list[Path]) -> Path | None:
     """Returns the checkpoint with the lowest validation loss; None if none was evaluated."""
-    losses = {}
+    best = None
+    lowest = math.inf
     for path in checkpoints:
         with suppress(ValueError):  # damaged since it was written
             loss = read_state(path).get("val_loss")
-            if loss is not None:
-                losses[path] = loss
-    return min(losses, key=lambda path: losses[path], default=None)
+            if loss is not None and loss < lowest:
+                best = path
+                lowest = loss
+    return best
 
 
 def point_to(name: str, target: Path) -> None:

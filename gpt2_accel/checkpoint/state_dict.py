@@ -78,8 +78,7 @@ def shard_like(full: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return full.to(tensor.device)
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = tensor.device_mesh
-    return distribute_tensor(full.to(mesh.device_type), mesh, tensor.placements)
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements)
 
 
 def split(
@@ -214,10 +213,12 @@ class TrainingState:
         self.groups = {f"group#{i}": group for i, group in enumerate(optimizer.param_groups)}
         self.start = {name: self._values(group) for name, group in self.groups.items()}
         self.callbacks: dict[str, Any] = {}
+        kinds: list[str] = []
         for callback in callbacks:
             if hasattr(callback, "state_dict"):
                 kind = type(callback).__name__
-                number = 1 + sum(name.split("#")[0] == kind for name in self.callbacks)
+                kinds.append(kind)
+                number = kinds.count(kind)
                 name = kind if number == 1 else f"{kind}#{number}"
                 self.callbacks[name] = callback
 
@@ -273,16 +274,18 @@ class TrainingState:
         fused = defaults.get("fused") or defaults.get("capturable")
         groups = dict(zip(self.groups, values["groups"], strict=True))
         states = read_states(checkpoint, "optimizer", values["state"] | groups)
-        absent = states.keys() - self.parameters.keys() - self.groups.keys()
-        if absent:
-            raise ValueError(
-                f"{checkpoint} has the optimizer state of {min(absent)}, which the model does not "
-                "have: resume with the --attn_implementation of the first run"
-            )
         for name, state in states.items():
-            group = self.groups.get(name)
-            parameter = group["params"][0] if group else self.parameters[name]
-            target = group or self.optimizer.state[parameter]
+            if name in self.groups:
+                target = self.groups[name]
+                parameter = target["params"][0]
+            elif name in self.parameters:
+                parameter = self.parameters[name]
+                target = self.optimizer.state[parameter]
+            else:
+                raise ValueError(
+                    f"{checkpoint} has the optimizer state of {name}, which the model does not "
+                    "have: resume with the --attn_implementation of the first run"
+                )
             for key, value in state.items():
                 # As in torch: the kernels read a `step` on the host, unless they are fused.
                 if isinstance(value, torch.Tensor) and (fused or key != "step"):
