@@ -193,12 +193,10 @@ class Kept:
 
     def on_step_end(self, run: Run, skipped: bool) -> None:
         """Makes the estimate after the last update."""
-        if not self.base or diverged(run):
+        if not self.base or diverged(run) or goes_on(run):
             return
         if run.stopping:  # what is postponed may end the run
             run.postpone()
-            return
-        if goes_on(run):
             return
         run.log.print_line("measuring what is kept of the base")
         results, answers = on_plain_model(

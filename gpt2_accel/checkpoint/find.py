@@ -40,8 +40,7 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
     """
     run_dir = Path(run_dir)
     checkpoints = list_checkpoints(run_dir)
-    newest = checkpoints[-1] if checkpoints else None
-    if newest is None and any(run_dir.glob("model*.safetensors")):
+    if not checkpoints and any(run_dir.glob("model*.safetensors")):
         raise FileExistsError(
             f"{run_dir} holds a model but no checkpoint to continue, and a run would overwrite the "
             "model: choose another --output_dir"
@@ -61,10 +60,10 @@ def find_checkpoint(resume_from: str | None, run_dir: str | Path) -> Path | None
             )
     else:
         path = None if resume_from is None else named_checkpoint(resume_from)
-        if newest is not None and (path is None or path.resolve() != newest.resolve()):
+        if checkpoints and (path is None or path.resolve() != checkpoints[-1].resolve()):
             raise FileExistsError(
-                f"{run_dir} holds {newest.name} of an earlier run, which would be overwritten: "
-                "continue it with --resume_from latest, or choose another --output_dir"
+                f"{run_dir} holds {checkpoints[-1].name} of an earlier run, which would be "
+                "overwritten: continue it with --resume_from latest, or choose another --output_dir"
             )
     if path is not None and "version" not in read_state(path):
         raise ValueError(
