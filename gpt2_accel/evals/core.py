@@ -31,9 +31,9 @@ import torch
 import yaml
 from accelerate import Accelerator
 
+from gpt2_accel.evals.formulas import choice_accuracy, mean
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
@@ -193,7 +193,7 @@ class Core:
     ) -> dict[str, float]:
         """Returns `core/core` and each task's accuracy `core/TASK`, with standard errors, and the
         counts of `question`. Raises `ValueError` if nothing precedes scored tokens."""
-        parts: dict[str, dict[str, list]] = {}
+        results: dict[str, float] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:
             greedy = task.type == "language_modeling"
@@ -201,13 +201,13 @@ class Core:
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
-            lengths = [lengths_of(question) for question in questions]
-            if greedy:  # 0 is right, -1 or less is wrong: -0.5 stands for any other answer
-                scores = [[score, -0.5] for (score,) in scores]
-                lengths = [[1, 1]] * len(scores)
-            gold = [item["gold"] for item in task.items]
-            parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
-        results = combine("core", "choice_accuracy", parts)
+            name = f"core/{task.name}"
+            if greedy:  # the number of tokens that differ
+                results |= mean([score == 0 for (score,) in scores], name=name)
+            else:
+                lengths = [lengths_of(question) for question in questions]
+                gold = [item["gold"] for item in task.items]
+                results |= choice_accuracy(scores, lengths, gold, name)
         return core_of(self.tasks, results) | results | counts
 
     def question(self, task: Task, number: int, counts: Counter) -> Question:

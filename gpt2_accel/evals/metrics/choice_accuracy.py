@@ -6,17 +6,15 @@
 A second argument of `load`, such as "acc_norm", renames the result.
 """
 
-import math
 from collections.abc import Sequence
 
-import evaluate.info
-import evaluate.module
+import evaluate
 from datasets import Features, List, Value
 
-from gpt2_accel.evals.formulas import mean
+from gpt2_accel.evals.formulas import choice_accuracy
 
 
-class ChoiceAccuracy(evaluate.module.Metric):
+class ChoiceAccuracy(evaluate.Metric):
     """Accuracy and its standard error. The answer of a sample is the choice with the highest score
     divided by length, the first one if several are equal. A sample with a NaN score is wrong.
 
@@ -24,23 +22,13 @@ class ChoiceAccuracy(evaluate.module.Metric):
     lengths: divisors of the scores: 1, or the tokens or characters of each choice. references: the
     index of the right choice."""
 
-    def _info(self) -> evaluate.info.MetricInfo:
+    def _info(self) -> evaluate.MetricInfo:
         features = Features(
             scores=List(Value("float64")),
             lengths=List(Value("int64")),
             references=Value("int64"),
         )
-        return evaluate.info.MetricInfo(self.__doc__, "", features)
+        return evaluate.MetricInfo(self.__doc__, "", features)
 
-    def _compute(
-        self,
-        scores: Sequence[Sequence[float]],
-        lengths: Sequence[Sequence[int]],
-        references: Sequence[int],
-    ) -> dict[str, float]:
-        right = []
-        for row, divisors, label in zip(scores, lengths, references, strict=True):
-            means = [score / length for score, length in zip(row, divisors, strict=True)]
-            chosen = means.index(max(means))
-            right.append(chosen == label and not math.isnan(sum(means)))
-        return mean(right, name=self.config_name.replace("default", "acc"))
+    def _compute(self, **columns: Sequence) -> dict[str, float]:
+        return choice_accuracy(**columns, name=self.config_name.replace("default", "acc"))

@@ -6,22 +6,19 @@ match.compute(predictions=…, references=…)  # {"exact_match": …, "exact_ma
 
 from collections.abc import Sequence
 
-import evaluate.info
-import evaluate.module
+import evaluate
 from datasets import Features, Value
 
-from gpt2_accel.evals.formulas import mean
+from gpt2_accel.evals.formulas import exact_match
 
 
-class ExactMatch(evaluate.module.Metric):
+class ExactMatch(evaluate.Metric):
     """The share of `predictions` that equal their `references`, without spaces at both ends, and
     its standard error. `config_name` is the name of the result."""
 
-    def _info(self) -> evaluate.info.MetricInfo:
+    def _info(self) -> evaluate.MetricInfo:
         features = Features(predictions=Value("string"), references=Value("string"))
-        return evaluate.info.MetricInfo(self.__doc__, "", features)
+        return evaluate.MetricInfo(self.__doc__, "", features)
 
-    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        pairs = zip(predictions, references, strict=True)
-        right = [answer.strip() == expected.strip() for answer, expected in pairs]
-        return mean(right, name=self.config_name.replace("default", "exact_match"))
+    def _compute(self, **columns: Sequence[str]) -> dict[str, float]:
+        return exact_match(**columns, name=self.config_name.replace("default", "exact_match"))

@@ -10,16 +10,15 @@ for every metric of that library. Process 0 gets the result over all samples, th
 process adds at least one sample.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
-import evaluate.info
-import evaluate.module
+import evaluate
 from datasets import Features, Value
 
 from gpt2_accel.evals.formulas import token_loss
 
 
-class TokenLoss(evaluate.module.Metric):
+class TokenLoss(evaluate.Metric):
     """Mean loss per token, its standard error over samples, and its exponential. Every token has
     the same weight: this is not the mean over batches. `compute(text_bytes=…)`, the UTF-8 bytes of
     all samples' text, adds bits per byte.
@@ -27,11 +26,9 @@ class TokenLoss(evaluate.module.Metric):
     nats: the negative log-likelihood of each sample, summed over its tokens, in nats.
     tokens: the number of tokens (or words, or bytes) of each sample."""
 
-    def _info(self) -> evaluate.info.MetricInfo:
+    def _info(self) -> evaluate.MetricInfo:
         features = Features({"nats": Value("float64"), "tokens": Value("int64")})
-        return evaluate.info.MetricInfo(self.__doc__, "", features)
+        return evaluate.MetricInfo(self.__doc__, "", features)
 
-    def _compute(
-        self, nats: Sequence[float], tokens: Sequence[int], text_bytes: float | None = None
-    ) -> dict[str, float]:
-        return token_loss(nats, tokens, text_bytes)
+    def _compute(self, **columns: Any) -> dict[str, float]:
+        return token_loss(**columns)
