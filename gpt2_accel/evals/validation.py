@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.prefetch import prefetch
-from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.data.source import Data
 from gpt2_accel.evals.formulas import mean, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.models import ModelConfig, evaluating
+from gpt2_accel.runtime.processes import all_or_none
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
 
@@ -63,10 +62,9 @@ def per_window(
                 return None
             figures = measure(model, batch)
             found.append(torch.stack([values.float() for values in figures.values()]))
-    own_problem = str(loader.problem) if loader.problem else ""
-    for problem in gather_object([own_problem]):
-        if problem:
-            raise UnreadableData(problem)
+    with all_or_none():
+        if loader.problem:
+            raise loader.problem
     totals = torch.zeros(len(figures), loader.windows, device=accelerator.device)
     mine = torch.from_numpy(loader.numbers).to(totals.device)
     totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # padding windows come last
