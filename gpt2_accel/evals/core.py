@@ -223,7 +223,7 @@ class Core:
             length = len(before)
             before.append(-1)  # differs from any token, so that all of `before` may be common
             contexts = [common_prefix([ids[0], before])]
-            counts["core/unaligned_items"] += int(contexts[0] < length)
+            counts["core/unaligned_items"] += contexts[0] < length
         if not min(contexts):
             raise ValueError(
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no "
@@ -232,8 +232,8 @@ class Core:
         rows = []
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
-            counts["core/cut_prompts"] += int(cut > 0)
-            rows.append(Row(own[cut:], max(1, context - cut)))
+            counts["core/cut_prompts"] += cut > 0
+            rows.append(Row(own[cut:], len(own) - max(context, cut + 1)))
         return rows
 
 

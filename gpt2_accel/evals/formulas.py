@@ -76,9 +76,8 @@ def choice_accuracy(
     """
     right = []
     for row, divisors, label in zip(scores, lengths, references, strict=True):
-        means = [score / length for score, length in zip(row, divisors, strict=True)]
-        chosen = means.index(max(means))
-        right.append(chosen == label and not math.isnan(sum(means)))
+        means = np.divide(row, divisors)
+        right.append(means.argmax() == label and not np.isnan(means).any())
     return mean(right, name=name)
 
 

@@ -37,12 +37,11 @@ class HellaSwag(LikelihoodTask):
             endings, label = item.choices("endings", "label")
             texts = [f" {text}" for text in endings]
             question = encode_question(tokenizer, context, texts, item.place)
-            if max(row.predicted for row in question) <= limit:
+            if max(lengths_of(question)) <= limit:
                 self.questions.append(question)
                 self.characters.append([len(ending) for ending in endings])
                 self.labels.append(label)
-                if max(len(row.ids) for row in question) > limit + 1:
-                    cut += 1
+                cut += max(len(row.ids) for row in question) > limit + 1
         skipped = len(items) - len(self.questions)
         if not self.questions:
             raise ValueError(

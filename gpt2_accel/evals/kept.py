@@ -97,7 +97,7 @@ def sample_base(
 @torch.no_grad()
 def sample_nats(model: LanguageModel, texts: Sequence[list[list[int]]]) -> list[float]:
     """Returns the loss of each text's sampled tokens, summed, in nats; reads one by one."""
-    rows = [Row(prompt + sampled, len(prompt)) for prompt, sampled in texts]
+    rows = [Row(prompt + sampled, len(sampled)) for prompt, sampled in texts]
     with evaluating(model):
         return [token_scores(model, [row]).float().sum().item() for row in rows]
 

@@ -47,11 +47,9 @@ class TextPerplexity(LikelihoodTask):
             )
         self.questions = []
         first = 1  # the first token is context only
-        while first < len(ids):
-            length = stride if self.questions else n_positions
-            end = min(first + length, len(ids))
+        for end in [*range(1 + n_positions, len(ids), stride), len(ids)]:
             start = max(0, end - 1 - n_positions)
-            self.questions.append([Row([*bos, *ids[start + len(bos) : end]], first - start)])
+            self.questions.append([Row([*bos, *ids[start + len(bos) : end]], end - first)])
             first = end
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]

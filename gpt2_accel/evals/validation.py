@@ -63,8 +63,7 @@ def per_window(
             figures = measure(model, batch)
             found.append(torch.stack([values.float() for values in figures.values()]))
     with all_or_none():
-        if loader.problem:
-            raise loader.problem
+        loader.end()
     totals = torch.zeros(len(figures), loader.windows, device=accelerator.device)
     mine = torch.from_numpy(loader.numbers).to(totals.device)
     totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # padding windows come last
