@@ -92,7 +92,7 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
         lines.append(describe_lora(model))
     if note:
         lines.append(note)
-    if gpu and needed > GPUS[gpu].memory:
+    if gpu and needed > available:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations "
             f"true, fine-tune with --lora 16, or shard the model; {in_words(state)}"

@@ -248,13 +248,13 @@ def trial_fits(
 ) -> bool:
     """Whether the objective and its backward fit into memory, for a batch of this shape."""
     device = accelerator.device
-    parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         margin = int(MARGIN * total_memory(device))
         reserve = [torch.empty(margin, dtype=torch.uint8, device=device)]
-        for parameter in parameters:
-            reserve += [torch.empty_like(parameter), torch.empty_like(parameter)]
-            parameter.grad = torch.zeros_like(parameter)  # exists from the second micro-batch on
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                reserve += [torch.empty_like(parameter), torch.empty_like(parameter)]
+                parameter.grad = torch.zeros_like(parameter)  # as from the second micro-batch on
         tokens = torch.randint(0, 100, shape, device=device)
         batch = Batch(tokens, tokens, documents=tokens * 0 if packed else None)
         with accelerator.no_sync(model):
@@ -266,6 +266,5 @@ def trial_fits(
     except torch.OutOfMemoryError:
         return False
     finally:
-        for parameter in parameters:
-            parameter.grad = None
+        model.zero_grad()
         release_memory()

@@ -220,10 +220,9 @@ class Core:
             contexts = [common_prefix(ids)] * len(ids)
         else:
             before = ids.pop()
-            length = len(before)
-            before.append(-1)  # differs from any token, so that all of `before` may be common
-            contexts = [common_prefix([ids[0], before])]
-            counts["core/unaligned_items"] += contexts[0] < length
+            # -1 differs from any token, so that all of `before` may be common.
+            contexts = [common_prefix([ids[0], [*before, -1]])]
+            counts["core/unaligned_items"] += contexts[0] < len(before)
         if not min(contexts):
             raise ValueError(
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no "
