@@ -12,13 +12,14 @@ process adds at least one sample.
 
 from typing import Any
 
-import evaluate
+import evaluate.info
+import evaluate.module
 from datasets import Features, Value
 
 from gpt2_accel.evals.formulas import token_loss
 
 
-class TokenLoss(evaluate.Metric):
+class TokenLoss(evaluate.module.Metric):
     """Mean loss per token, its standard error over samples, and its exponential. Every token has
     the same weight: this is not the mean over batches. `compute(text_bytes=…)`, the UTF-8 bytes of
     all samples' text, adds bits per byte.
@@ -26,9 +27,9 @@ class TokenLoss(evaluate.Metric):
     nats: the negative log-likelihood of each sample, summed over its tokens, in nats.
     tokens: the number of tokens (or words, or bytes) of each sample."""
 
-    def _info(self) -> evaluate.MetricInfo:
+    def _info(self) -> evaluate.info.MetricInfo:
         features = Features({"nats": Value("float64"), "tokens": Value("int64")})
-        return evaluate.MetricInfo(self.__doc__, "", features)
+        return evaluate.info.MetricInfo(self.__doc__, "", features)
 
     def _compute(self, **columns: Any) -> dict[str, float]:
         return token_loss(**columns)
