@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from gpt2_accel.data.documents import text_digest
 from gpt2_accel.data.loader import Batch, EvalLoader
 from gpt2_accel.data.prefetch import prefetch
+from gpt2_accel.data.shards import UnreadableData
 from gpt2_accel.data.source import Data
 from gpt2_accel.evals.formulas import mean, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.models import ModelConfig, evaluating
-from gpt2_accel.runtime.processes import all_or_none
 from gpt2_accel.runtime.progress import progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
 
@@ -62,8 +63,9 @@ def per_window(
                 return None
             figures = measure(model, batch)
             found.append(torch.stack([values.float() for values in figures.values()]))
-    with all_or_none():
-        loader.end()
+    for problem in gather_object([str(loader.problem or "")]):
+        if problem:
+            raise UnreadableData(problem)
     # (ranks, figures, windows of a rank). Window k · ranks + r is the k-th of rank r, so padding
     # windows come last. The host waits for the device only here.
     parts = accelerator.gather(torch.cat(found, dim=1)[None]).cpu()

@@ -207,7 +207,7 @@ def test_the_dry_runs_activation_memory_is_what_autograd_saves(family, precision
         loss = model(tokens, tokens)  # keeps the saved tensors
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
-    launch = Launch(1, precision, is_fsdp2=False, use_cpu=False)
+    launch = Launch(1, precision, False, False)
     logits = 4 * 64 * config.padded_vocab_size * (6 if bf16 else 4)
     estimated = activation_bytes(TrainConfig(sequence_length=64), config, launch, 4)
     assert estimated == pytest.approx(sum(saved.values()) + logits, rel=error)
@@ -216,7 +216,7 @@ def test_the_dry_runs_activation_memory_is_what_autograd_saves(family, precision
 
 def test_auto_micro_batch_is_the_largest_that_fits(tiny, monkeypatch):
     shape = GPTConfig(257, 32, 2, 2, 32)
-    launch = Launch(1, "no", is_fsdp2=False, use_cpu=False)
+    launch = Launch(1, "no", False, False)
     two = activation_bytes(TrainConfig(sequence_length=32), shape, launch, 2)
     weights = 24 * (shape.parameter_count + 127 * 32)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.5 * two) / 0.9)}))
