@@ -11,8 +11,8 @@ from families import save_family
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate import memory
+from gpt2_accel.estimate.dry_run import estimate_run
 from gpt2_accel.estimate.memory import fitting_batch_size, model_shape, planned_model
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import OVERRIDES
