@@ -112,16 +112,12 @@ train(TrainConfig(data_dir, output_dir, eval_every=1, **shape, **batch))
 complete(*load(output_dir), ["a"], Sampling(max_new_tokens=2))
 import gpt2_accel.evals.chat, gpt2_accel.evals.core
 import gpt2_accel.evals.hellaswag, gpt2_accel.evals.perplexity
-import gpt2_accel.evals.metrics as metrics
-assert not {"evaluate", "datasets"} & {*sys.modules}
-columns = {"predictions": ["a"], "references": ["a"]}
-found = metrics.combine("x", "exact_match", {"mine": columns})
-print(found, *{"evaluate", "datasets"} & {*sys.modules})
+print(*{"evaluate", "datasets"} & {*sys.modules})
 """
 
 
 def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
-    """Training and sampling do not import the library of metrics, which takes seconds."""
+    """Training, evaluation and sampling do not import the library of metrics: seconds."""
     arguments = [data_dir, tmp_path / "run", PACKAGE.parent / "recipes"]
     done = subprocess.run(
         [sys.executable, "-c", STEPS, *arguments], capture_output=True, text=True, timeout=100
@@ -130,8 +126,7 @@ def test_heavy_libraries_are_imported_where_they_are_used(data_dir, tmp_path):
     tokenizing, training, *_, last = done.stdout.splitlines()
     assert tokenizing == ""
     assert training == "torch accelerate"
-    assert last.startswith("{'x/mine': 1.0} ")
-    assert "evaluate" in last
+    assert last == ""
 
 
 def test_a_recipe_imports_the_package_before_torch():

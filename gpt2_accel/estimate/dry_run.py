@@ -10,7 +10,6 @@ from gpt2_accel.data.shards import DATA_MANIFEST
 from gpt2_accel.data.source import Data, open_data
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.estimate.memory import (
-    HEAP,
     LIBRARIES,
     Launch,
     activation_bytes,
@@ -54,7 +53,6 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
     model = planned_model(config, shape)
     config.fit_positions(shape.n_positions)
     devices = launch.num_processes
-    precision = launch.mixed_precision
     updates = config.batch_schedule(devices).updates
     tokens = config.max_steps * config.total_batch_size
     flops = tokens * flops_per_token(shape, config.tokens_per_row)
@@ -63,21 +61,21 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
     each = flops / TYPICAL_MFU / devices
     times = [f"{duration(each / GPUS[name].peak_flops)} on {devices} x {name}" for name in gpus]
 
-    on_cpu = launch.use_cpu and not gpu
-    available = free_memory(launch_device()) if on_cpu else GPUS[gpus[0]].memory
-    logits = None if on_cpu else logits_at_once(available, precision)
-    state = state_bytes(config, model, devices if launch.is_fsdp2 else 1, on_cpu)
+    libraries = 0
+    if launch.use_cpu:
+        available = free_memory(launch_device()) / devices
+        libraries = LIBRARIES
+    else:
+        available = GPUS[gpus[0]].memory
+        launch.logits_at_once = logits_at_once(available, launch.mixed_precision)
+    state = state_bytes(config, model, launch)
     size = config.micro_batch_size
     if not size:  # `auto`
-        launch.use_cpu = on_cpu
-        free = available / devices if on_cpu else available
-        fitting = fitting_sizes(config, shape, launch, free, sum(state.values()), logits)
+        fitting = fitting_sizes(config, shape, launch, available, sum(state.values()))
         size = max(fitting, default=1)
     size, note = config.fit_micro_batch(size, devices)
-    activations = activation_bytes(config, shape, precision, size, logits)
-    memory = state | {"activations": activations}
-    if on_cpu:
-        memory |= {"activations": int(HEAP * activations), "libraries": LIBRARIES}
+    activations = activation_bytes(config, shape, launch, size)
+    memory = state | {"activations": activations, "libraries": libraries}
     needed = sum(memory.values())
 
     sharded = ", sharded by FSDP2" if launch.is_fsdp2 else ""
@@ -85,7 +83,7 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
         f"model         {shape.parameter_count:,} parameters",
         f"data          {data.name if data else config.data_dir}: {amount}",
         f"training      {updates:,} updates, {tokens:,} tokens, {flops:.3g} FLOPs",
-        f"processes     {devices}, {precision_name(precision)}{sharded}",
+        f"processes     {devices}, {precision_name(launch.mixed_precision)}{sharded}",
         f"memory        {readable_size(needed)} per device: {in_words(memory)}; "
         f"micro-batch {size} x {config.tokens_per_sequence}, before compilation",
         f"time          {', '.join(times)}, at {TYPICAL_MFU:.0%} of the peak in half precision",
@@ -94,7 +92,7 @@ def estimate_run(config: TrainConfig, data: Data | None = None) -> str:
         lines.append(describe_lora(model))
     if note:
         lines.append(note)
-    if gpu and needed > GPUS[gpu].memory:
+    if gpu and needed > available:
         lines.append(
             "it does not fit into memory: lower --micro_batch_size, set --checkpoint_activations "
             f"true, fine-tune with --lora 16, or shard the model; {in_words(state)}"
@@ -138,6 +136,8 @@ def read_words(words: list[str]) -> tuple[Launch, str | None]:
                 f"--dry_run takes a launch config and one of {', '.join(GPUS)} (in quotes), got "
                 f"{word!r}"
             )
+    if gpu:
+        launch.use_cpu = False
     return launch, gpu
 
 
@@ -162,4 +162,4 @@ def read_launch(path: str) -> Launch:
         )
     precision = values.get("mixed_precision") or "no"  # YAML reads no as False
     is_fsdp2 = sharding.get("fsdp_version") == 2
-    return Launch(processes, precision, is_fsdp2, values.get("use_cpu", False))
+    return Launch(processes, precision, is_fsdp2, bool(values.get("use_cpu")))

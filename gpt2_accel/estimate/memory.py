@@ -40,24 +40,24 @@ MARGIN = 0.03  # share of the device's memory that a trial leaves free: allocati
 
 @dataclass
 class Launch:
-    """A launch. `use_cpu` is True without GPUs."""
+    """A launch. `use_cpu` is True without GPUs. `logits_at_once` is that of `kernels.choices`."""
 
     num_processes: int
     mixed_precision: str
     is_fsdp2: bool
     use_cpu: bool
+    logits_at_once: int | None = None
 
 
-def state_bytes(
-    config: TrainConfig, model: LanguageModel, shards: int = 1, on_cpu: bool = False
-) -> dict[str, int]:
+def state_bytes(config: TrainConfig, model: LanguageModel, launch: Launch) -> dict[str, int]:
     """Returns the bytes per device of a model by part: frozen weights, trained weights or the
     adapter, gradients, optimizer state, and on a CPU the copies from which a checkpoint is written.
 
-    FSDP2 shards the model over `shards` processes. Replicas of a sharded model are not considered.
+    FSDP2 shards the model over all processes. Replicas of a sharded model are not considered.
 
     AdamW keeps two moments of each trained parameter, Muon one moment of each of its matrices.
     """
+    shards = launch.num_processes if launch.is_fsdp2 else 1
     sizes = {False: 0, True: 0}
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.nbytes // shards
@@ -71,7 +71,7 @@ def state_bytes(
         "adapter" if config.lora else "weights": trained,
         "gradients": trained,
         "optimizer": moments,
-        "checkpoint": (trained + moments) * on_cpu,
+        "checkpoint": (trained + moments) * launch.use_cpu,
     }
 
 
@@ -105,35 +105,34 @@ def planned_model(config: TrainConfig, shape: ModelConfig) -> LanguageModel:
     return model
 
 
-def activation_bytes(
-    config: TrainConfig, shape: ModelConfig, precision: str, size: int, at_once: int | None = None
-) -> int:
+def activation_bytes(config: TrainConfig, shape: ModelConfig, launch: Launch, size: int) -> int:
     """Returns the peak bytes of the activations of `size` sequences without compilation: tensors
-    that autograd saves for the backward, and logits with their gradients, at most `at_once` logits
-    at a time.
+    that autograd saves for the backward, and logits with their gradients, at most
+    `launch.logits_at_once` at a time; on a CPU with the gaps between them.
 
     With `checkpoint_activations` one block saves everything, the others save their input in fp32.
     LoRA saves about as much, with dropout 1.5 times as much (measured on a small GPT-2).
     """
-    width = 2 if precision in AUTOCAST_DTYPES else 4
-    tokens = size * config.tokens_per_sequence
+    dtype = AUTOCAST_DTYPES.get(launch.mixed_precision)
     layers = 1 if config.checkpoint_activations else shape.n_layer
-    saved = saved_bytes(
-        shape.with_depth(layers), precision, size * config.rows, config.tokens_per_row
-    )
-    saved += (shape.n_layer - layers) * tokens * shape.n_embd * 4
+    tokens = torch.zeros(size * config.rows, config.tokens_per_row, dtype=torch.int64)
+    count = saved_bytes(shape.with_depth(layers), dtype, tokens)
+    count += (shape.n_layer - layers) * tokens.numel() * shape.n_embd * 4
     if config.lora_dropout:
-        saved += saved // 2
-    logits = tokens * shape.padded_vocab_size
+        count += count // 2
+    logits = tokens.numel() * shape.padded_vocab_size
     if logits <= LOGITS_AT_ONCE or not shape.has_plain_head:
-        return saved + logits * (4 if width == 4 else 2 + 4)  # also a copy in fp32
-    weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
-    return saved + (min(logits, at_once or LOGITS_AT_ONCE) + 2 * weight) * width
+        count += logits * (6 if dtype else 4)  # in half precision also a copy in fp32
+    else:
+        weight = shape.padded_vocab_size * shape.n_embd  # a copy, and the gradient of one chunk
+        at_once = min(logits, launch.logits_at_once or LOGITS_AT_ONCE)
+        count += (at_once + 2 * weight) * (2 if dtype else 4)
+    return int(HEAP * count) if launch.use_cpu else count
 
 
-def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> int:
-    """Returns the bytes that autograd saves for (batch, length) tokens, without the parameters,
-    measured on fake tensors.
+def saved_bytes(shape: ModelConfig, dtype: torch.dtype | None, tokens: torch.Tensor) -> int:
+    """Returns the bytes that autograd saves for `tokens`, (B, T), without the parameters, measured
+    on fake tensors. `dtype` is that of autocast, or None.
 
     The rare classes of `transformers` that fake tensors cannot run, such as JetMoE, are estimated:
     34 bytes per layer, token and channel in half precision, without attention scores (Korthikanti
@@ -148,44 +147,35 @@ def saved_bytes(shape: ModelConfig, precision: str, batch: int, length: int) -> 
         seen[storage._cdata] = storage
         return tensor
 
-    dtype = AUTOCAST_DTYPES.get(precision)
     # torch's grouped_mm takes fake tensors in bf16 only; the other operator saves the same.
     other = patch.object(moe, "_can_use_grouped_mm", lambda *_: False, create=True)
     with FakeTensorMode(allow_non_fake_inputs=True), other:
         model = shape.build()
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         # Otherwise it prints a traceback for operations that it cannot run.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
-            with hooks, torch.autocast("cpu", dtype, enabled=dtype is not None):
+            with hooks, torch.autocast("cpu", dtype, enabled=bool(dtype)):
                 model(tokens, tokens)
         except RuntimeError:
-            per_value = 34 if dtype is not None else 68
-            values = shape.n_layer * batch * length * shape.n_embd * (shape.experts_per_token or 1)
-            return per_value * values
+            values = shape.n_layer * tokens.numel() * shape.n_embd * (shape.experts_per_token or 1)
+            return (34 if dtype else 68) * values
         for parameter in model.parameters():
             seen.pop(parameter.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in seen.values())
 
 
 def fitting_sizes(
-    config: TrainConfig,
-    shape: ModelConfig,
-    launch: Launch,
-    free: float,
-    state: int,
-    at_once: int | None,
+    config: TrainConfig, shape: ModelConfig, launch: Launch, free: float, state: int
 ) -> list[int]:
     """Returns the micro-batches, in sequences per device, that divide the batch evenly, have at
     most `MOST_TOKENS` and by the estimate fit into `free` bytes beside `state`, in ascending order.
 
-    `at_once` as in `activation_bytes`. Raises what `batch_schedule` raises.
+    Raises what `batch_schedule` raises.
     """
 
-    def needed(size: int) -> float:
-        activations = activation_bytes(config, shape, launch.mixed_precision, size, at_once)
-        return state + activations * (HEAP if launch.use_cpu else 1)
+    def needed(size: int) -> int:
+        return state + activation_bytes(config, shape, launch, size)
 
     per_device = config.batch_schedule(launch.num_processes).full // launch.num_processes
     most = max(1, MOST_TOKENS[launch.use_cpu] // config.tokens_per_sequence)
@@ -214,30 +204,32 @@ def fitting_batch_size(
     device = accelerator.device
     processes = accelerator.num_processes
     plain = unwrap(accelerator, model)
-    on_cpu = device.type == "cpu"
-    launch = Launch(processes, accelerator.mixed_precision, accelerator.is_fsdp2, on_cpu)
-    parts = state_bytes(config, plain, processes if accelerator.is_fsdp2 else 1, on_cpu)
+    launch = Launch(
+        processes,
+        accelerator.mixed_precision,
+        accelerator.is_fsdp2,
+        device.type == "cpu",
+        kernels.choices.logits_at_once,
+    )
+    parts = state_bytes(config, plain, launch)
     new = parts["gradients"] + parts["optimizer"] + parts["checkpoint"]  # beside the weights
     free = free_memory(device)
     if device.type != "cuda":
         free //= processes  # the processes share the machine's memory
-    at_once = kernels.choices.logits_at_once
-    fitting = fitting_sizes(config, plain.config, launch, free, new, at_once)
+    fitting = fitting_sizes(config, plain.config, launch, free, new)
 
     def on_all(value: int) -> int:
         return int(accelerator.gather(torch.tensor([value], device=device)).min())
 
     best = on_all(fitting[-1] if fitting else 0)
     if reports_out_of_memory(device) and not accelerator.is_fsdp2:
-        sizes = [size for size in fitting if size <= best] or [1]
-        while sizes:
-            shape = (sizes[-1], config.tokens_per_sequence)
+        for size in reversed([size for size in fitting if size <= best] or [1]):
+            shape = (size, config.tokens_per_sequence)
             if on_all(trial_fits(accelerator, model, objective, shape, packed)):
-                break
-            sizes.pop()
+                return size
             # Otherwise Dynamo would compile the next size with a dynamic shape.
             torch.compiler.reset()
-        best = sizes[-1] if sizes else 0
+        best = 0
     if not best:
         raise ValueError(
             "not even a micro-batch of one sequence fits into memory: lower --sequence_length, "
@@ -256,13 +248,13 @@ def trial_fits(
 ) -> bool:
     """Whether the objective and its backward fit into memory, for a batch of this shape."""
     device = accelerator.device
-    parameters = [p for p in model.parameters() if p.requires_grad]
     try:
         margin = int(MARGIN * total_memory(device))
         reserve = [torch.empty(margin, dtype=torch.uint8, device=device)]
-        for parameter in parameters:
-            reserve += [torch.empty_like(parameter), torch.empty_like(parameter)]
-            parameter.grad = torch.zeros_like(parameter)  # exists from the second micro-batch on
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                reserve += [torch.empty_like(parameter), torch.empty_like(parameter)]
+                parameter.grad = torch.zeros_like(parameter)  # as from the second micro-batch on
         tokens = torch.randint(0, 100, shape, device=device)
         batch = Batch(tokens, tokens, documents=tokens * 0 if packed else None)
         with accelerator.no_sync(model):
@@ -274,6 +266,5 @@ def trial_fits(
     except torch.OutOfMemoryError:
         return False
     finally:
-        for parameter in parameters:
-            parameter.grad = None
+        model.zero_grad()
         release_memory()

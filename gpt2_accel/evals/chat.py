@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.data.messages import Problem, as_messages, read_messages
 from gpt2_accel.data.order import hash64
+from gpt2_accel.evals.formulas import exact_match
 from gpt2_accel.evals.items import Item
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.generation.sampling import Completion, Sampling, complete, encode_prompt
 from gpt2_accel.models import LanguageModel, ModelConfig
 from gpt2_accel.runtime.progress import progress
@@ -129,11 +129,11 @@ def chat_scores(found: Sequence[tuple[Question, Completion]]) -> dict[str, float
         if question.row.get("group"):
             name = f"exact_match_{question.row['group']}"
             pairs.setdefault(name, []).append((given.text, question.row["answer"]))
-    parts = {}
+    results: dict[str, float] = {}
     for name, both in pairs.items():
         predictions, references = zip(*both, strict=True)
-        parts[name] = {"predictions": predictions, "references": references}
-    return combine("chat", "exact_match", parts)
+        results |= exact_match(predictions, references, f"chat/{name}")
+    return results
 
 
 def read_question(item: Item, tokenizer: "PreTrainedTokenizerBase") -> Question:

@@ -25,15 +25,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from accelerate import Accelerator
 
+from gpt2_accel.evals.formulas import choice_accuracy, mean
 from gpt2_accel.evals.items import Item, read_items
 from gpt2_accel.evals.likelihood import Question, Row, lengths_of, log_likelihoods
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.runtime.files import first_line
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
@@ -42,44 +41,31 @@ from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 # Of OpenAI's 124M, 355M, 774M and 1558M, in nanochat's dev/estimate_gpt3_core.ipynb.
 PUBLISHED = "0.1139, 0.1849, 0.2146 and 0.2565"
-# Type of a task -> the fields of its items.
-FIELDS = {
-    "multiple_choice": ("query", "choices"),
-    "schema": ("continuation", "context_options"),
-    "language_modeling": ("continuation", "context"),
-}
+TYPES = ("multiple_choice", "schema", "language_modeling")
 
 Bundle = Path | zipfile.Path
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a bundle. `type` is multiple_choice, schema or language_modeling, `examples` the
-    number of examples before each item, `guessing` the accuracy of a random answer, 0 to 1."""
+    """A task of a bundle. `type` is one of `TYPES`, `examples` the number of examples before each
+    item, `guessing` the accuracy of a random answer, 0 to 1. `items` are from `read_options`."""
 
     name: str
     type: str
     examples: int
     delimiter: str
     guessing: float
-    items: list[dict[str, Any]]
-
-    def texts(self, item: dict[str, Any]) -> list[str]:
-        """Returns the item's text with each of its options; language modeling has one option."""
-        if self.type == "multiple_choice":
-            return [item["query"] + self.delimiter + choice for choice in item["choices"]]
-        schema = self.type == "schema"
-        contexts = item["context_options"] if schema else [item["context"].strip()]
-        return [context + self.delimiter + item["continuation"] for context in contexts]
+    items: list[tuple[list[str], int]]
 
     def prompts(self, number: int) -> list[str]:
-        """Returns the `texts` of item `number`, each after the examples and their right options."""
+        """Returns the texts of item `number`, each after the examples with their right options."""
         others = [i for i in range(len(self.items)) if i != number]
         examples = ""
         for i in random.Random(1234 + number).sample(others, min(self.examples, len(others))):
-            item = self.items[i]
-            examples += self.texts(item)[item["gold"]] + "\n\n"
-        return [examples + text for text in self.texts(self.items[number])]
+            texts, gold = self.items[i]
+            examples += texts[gold] + "\n\n"
+        return [examples + text for text in self.items[number][0]]
 
 
 def open_bundle(source: str | Path | None = None) -> Bundle:
@@ -125,7 +111,7 @@ def read_tasks(folder: Bundle, limit: int | None = None) -> list[Task]:
                 guessing=float(lines[entry["label"]]) / 100,
                 items=[],
             )
-            known = task.type in FIELDS and task.name not in tasks
+            known = task.type in TYPES and task.name not in tasks
             if not known or task.examples < 0 or not 0 <= task.guessing < 1:
                 raise ValueError(f"the type, examples or random baseline of {task.name} is wrong")
             tasks[task.name] = task, folder / "eval_data" / entry["dataset_uri"]
@@ -142,28 +128,33 @@ def read_tasks(folder: Bundle, limit: int | None = None) -> list[Task]:
             "the files of the bundle"
         ) from error
     for task, path in tasks.values():
-        items = [item_fields(item, task.type) for item in read_items(path)]
+        items = [read_options(item, task) for item in read_items(path)]
         random.Random(1337).shuffle(items)
         task.items.extend(items[:limit])
     return [task for task, _ in tasks.values()]
 
 
-def item_fields(item: Item, kind: str) -> dict[str, Any]:
-    """Returns the fields of an item of a type of tasks, with the index `gold` of the right option.
+def read_options(item: Item, task: Task) -> tuple[list[str], int]:
+    """Returns the item's text with each of its options, and the index of the right option. Language
+    modeling has one option; its second text is without the continuation.
 
     Raises `ValueError` if a field is missing, wrong or empty.
     """
-    name, options = FIELDS[kind]
-    texts = [item.field(name, str)]
     gold = 0
-    if kind == "language_modeling":
-        item.field(options, str)
+    contexts = []
+    if task.type == "multiple_choice":
+        contexts = [item.field("query", str)]
+        endings, gold = item.choices("choices", "gold")
     else:
-        choices, gold = item.choices(options, "gold")
-        texts += choices
-    if not all(map(str.strip, texts)):
+        endings = [item.field("continuation", str)]
+    if task.type == "schema":
+        contexts, gold = item.choices("context_options", "gold")
+    if not all(map(str.strip, contexts + endings)):
         raise ValueError(f"{item.place} has an empty text: remove it")
-    return item.fields | {"gold": gold}
+    if task.type == "language_modeling":  # the context may be empty
+        contexts = [item.field("context", str).strip()]
+        endings.append("")
+    return [context + task.delimiter + end for context in contexts for end in endings], gold
 
 
 class Core:
@@ -193,7 +184,7 @@ class Core:
     ) -> dict[str, float]:
         """Returns `core/core` and each task's accuracy `core/TASK`, with standard errors, and the
         counts of `question`. Raises `ValueError` if nothing precedes scored tokens."""
-        parts: dict[str, dict[str, list]] = {}
+        results: dict[str, float] = {}
         counts: Counter[str] = Counter()
         for task in self.tasks:
             greedy = task.type == "language_modeling"
@@ -201,13 +192,13 @@ class Core:
             scores = log_likelihoods(accelerator, model, questions, interrupted, greedy)
             if not scores:
                 return {}
-            lengths = [lengths_of(question) for question in questions]
-            if greedy:  # 0 is right, -1 or less is wrong: -0.5 stands for any other answer
-                scores = [[score, -0.5] for (score,) in scores]
-                lengths = [[1, 1]] * len(scores)
-            gold = [item["gold"] for item in task.items]
-            parts[task.name] = {"scores": scores, "lengths": lengths, "references": gold}
-        results = combine("core", "choice_accuracy", parts)
+            name = f"core/{task.name}"
+            if greedy:  # the number of tokens that differ
+                results |= mean([score == 0 for (score,) in scores], name=name)
+            else:
+                lengths = [lengths_of(question) for question in questions]
+                gold = [right for _, right in task.items]
+                results |= choice_accuracy(scores, lengths, gold, name)
         return core_of(self.tasks, results) | results | counts
 
     def question(self, task: Task, number: int, counts: Counter) -> Question:
@@ -219,7 +210,7 @@ class Core:
         """
         texts = task.prompts(number)
         if task.type == "language_modeling":
-            texts.append(texts[0].removesuffix(task.items[number]["continuation"]).rstrip())
+            texts[1] = texts[1].rstrip()
         start = text_start(self.tokenizer)
         ids = [start + own for own in encode(self.tokenizer, texts)]
         if task.type == "schema":
@@ -229,10 +220,9 @@ class Core:
             contexts = [common_prefix(ids)] * len(ids)
         else:
             before = ids.pop()
-            length = len(before)
-            before.append(-1)  # differs from any token, so that all of `before` may be common
-            contexts = [common_prefix([ids[0], before])]
-            counts["core/unaligned_items"] += int(contexts[0] < length)
+            # -1 differs from any token, so that all of `before` may be common.
+            contexts = [common_prefix([ids[0], [*before, -1]])]
+            counts["core/unaligned_items"] += contexts[0] < len(before)
         if not min(contexts):
             raise ValueError(
                 f"an item of {task.name} has nothing before its answer, and the tokenizer has no "
@@ -241,8 +231,8 @@ class Core:
         rows = []
         for own, context in zip(ids, contexts, strict=True):
             cut = max(0, len(own) - self.n_positions)
-            counts["core/cut_prompts"] += int(cut > 0)
-            rows.append(Row(own[cut:], max(1, context - cut)))
+            counts["core/cut_prompts"] += cut > 0
+            rows.append(Row(own[cut:], len(own) - max(context, cut + 1)))
         return rows
 
 

@@ -1,5 +1,4 @@
-"""Formulas of the metrics, on plain lists of numbers; `metrics/` wraps them for the `evaluate`
-library.
+"""Formulas of the metrics, on plain lists; `metrics/` wraps them for the `evaluate` library.
 
 A sample is a window of tokens, a document, or a question with its choices. Standard errors are over
 samples, assumed to be independent; a single sample has no standard error. Sums are exact, so
@@ -60,6 +59,35 @@ def token_loss(
     if text_bytes:
         results["bits_per_byte"] = math.fsum(nats) / math.log(2) / text_bytes
     return results
+
+
+def choice_accuracy(
+    scores: Sequence[Sequence[float]],
+    lengths: Sequence[Sequence[int]],
+    references: Sequence[int],
+    name: str = "acc",
+) -> dict[str, float]:
+    """Returns the `mean` of right answers as `name`.
+
+    scores: log-likelihoods of a sample's choices; their number may differ between samples. lengths:
+    divisors of the scores: 1, or the tokens or characters of each choice. references: the index of
+    the right choice. The answer of a sample is the choice with the highest score divided by length,
+    the first one if several are equal. A sample with a NaN score is wrong.
+    """
+    right = []
+    for row, divisors, label in zip(scores, lengths, references, strict=True):
+        means = np.divide(row, divisors)
+        right.append(means.argmax() == label and not np.isnan(means).any())
+    return mean(right, name=name)
+
+
+def exact_match(
+    predictions: Sequence[str], references: Sequence[str], name: str = "exact_match"
+) -> dict[str, float]:
+    """Returns the share of `predictions` that equal their `references`, without spaces at both
+    ends, as `name`, with the entries of `mean`."""
+    pairs = zip(predictions, references, strict=True)
+    return mean([answer.strip() == expected.strip() for answer, expected in pairs], name=name)
 
 
 def formatted(results: Mapping[str, Any]) -> dict[str, str]:

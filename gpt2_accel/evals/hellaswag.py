@@ -8,11 +8,10 @@ llm.c) or in characters (`acc_norm_per_char`, as in lm-evaluation-harness, which
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+from gpt2_accel.evals.formulas import choice_accuracy
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, encode_question, lengths_of
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
@@ -38,12 +37,11 @@ class HellaSwag(LikelihoodTask):
             endings, label = item.choices("endings", "label")
             texts = [f" {text}" for text in endings]
             question = encode_question(tokenizer, context, texts, item.place)
-            if max(row.predicted for row in question) <= limit:
+            if max(lengths_of(question)) <= limit:
                 self.questions.append(question)
                 self.characters.append([len(ending) for ending in endings])
                 self.labels.append(label)
-                if max(len(row.ids) for row in question) > limit + 1:
-                    cut += 1
+                cut += max(len(row.ids) for row in question) > limit + 1
         skipped = len(items) - len(self.questions)
         if not self.questions:
             raise ValueError(
@@ -64,6 +62,7 @@ class HellaSwag(LikelihoodTask):
             "acc_norm_per_token": [lengths_of(question) for question in self.questions],
             "acc_norm_per_char": self.characters,
         }
-        columns: dict[str, list[Any]] = {"scores": scores, "references": self.labels}
-        parts = {name: columns | {"lengths": divisors} for name, divisors in lengths.items()}
-        return combine("hellaswag", "choice_accuracy", parts)
+        results: dict[str, float] = {}
+        for name, divisors in lengths.items():
+            results |= choice_accuracy(scores, divisors, self.labels, f"hellaswag/{name}")
+        return results

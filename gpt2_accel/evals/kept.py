@@ -13,6 +13,7 @@ import torch
 
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.evals.formulas import mean
+from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.generation.sampling import (
     Prompt,
     Sampling,
@@ -96,13 +97,9 @@ def sample_base(
 @torch.no_grad()
 def sample_nats(model: LanguageModel, texts: Sequence[list[list[int]]]) -> list[float]:
     """Returns the loss of each text's sampled tokens, summed, in nats; reads one by one."""
-    nats = []
+    rows = [Row(prompt + sampled, len(sampled)) for prompt, sampled in texts]
     with evaluating(model):
-        for prompt, sampled in texts:
-            ids = torch.tensor([prompt + sampled[:-1]], device=model.device)
-            targets = torch.tensor([[-100] * (len(prompt) - 1) + sampled], device=model.device)
-            nats.append(model(ids, targets, reduction="none").float().sum().item())
-    return nats
+        return [token_scores(model, [row]).float().sum().item() for row in rows]
 
 
 def answers(

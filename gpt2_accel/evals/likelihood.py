@@ -10,7 +10,7 @@ uncompiled: compiling for each row length takes longer than the task.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -28,15 +28,11 @@ LOGIT_VALUES = 2**27  # maximum logits of a batch with logits at all positions: 
 
 
 class Row(NamedTuple):
-    """The token ids of a context and a continuation, and the context's length. Neither is empty."""
+    """The token ids of a context and a continuation, neither of them empty, and the number of
+    tokens of the continuation."""
 
     ids: list[int]
-    context: int
-
-    @property
-    def predicted(self) -> int:
-        """Number of tokens of the continuation."""
-        return len(self.ids) - self.context
+    predicted: int
 
 
 Question = list[Row]  # one row for each possible continuation
@@ -57,15 +53,13 @@ def encode_question(
     `ValueError` with `place` if the context or a continuation is blank, has no tokens of its own or
     a character that is not in the vocabulary.
     """
-    texts = [context.rstrip()]
-    for text in continuations:
-        texts.append(context + text)
-    stem, *full = encode(tokenizer, texts)
+    texts = [context + text for text in continuations]
+    stem, *full = encode(tokenizer, [context.rstrip(), *texts])
     blank = not all(text.strip() for text in continuations)
     if not stem or blank or min(map(len, full)) <= len(stem):
         raise ValueError(f"{place} has an empty context or continuation: remove it")
     start = text_start(tokenizer, begins=False)
-    return [Row(start + stem + ids[len(stem) :], len(start + stem)) for ids in full]
+    return [Row(start + stem + ids[len(stem) :], len(ids) - len(stem)) for ids in full]
 
 
 def build_batches(rows: Sequence[Row], vocab_size: int) -> list[list[int]]:
@@ -142,8 +136,8 @@ def log_likelihoods(
             nats = token_scores(plain, [rows[index] for index in batch], greedy)
             if number < len(batches):
                 totals[batch] = -nats.float().sum(dim=1)
-    values = iter(accelerator.reduce(totals, "sum").tolist())
-    return [list(islice(values, len(question))) for question in questions]
+    sizes = [len(question) for question in questions]
+    return [values.tolist() for values in accelerator.reduce(totals, "sum").cpu().split(sizes)]
 
 
 class LikelihoodTask:

@@ -9,11 +9,10 @@ context and takes longer.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+from gpt2_accel.evals.formulas import token_loss
 from gpt2_accel.evals.items import Item
 from gpt2_accel.evals.likelihood import LikelihoodTask, Row
-from gpt2_accel.evals.metrics import combine
 from gpt2_accel.models import ModelConfig
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase, encode, lost_characters, text_start
 
@@ -48,11 +47,9 @@ class TextPerplexity(LikelihoodTask):
             )
         self.questions = []
         first = 1  # the first token is context only
-        while first < len(ids):
-            length = stride if self.questions else n_positions
-            end = min(first + length, len(ids))
+        for end in [*range(1 + n_positions, len(ids), stride), len(ids)]:
             start = max(0, end - 1 - n_positions)
-            self.questions.append([Row([*bos, *ids[start + len(bos) : end]], first - start)])
+            self.questions.append([Row([*bos, *ids[start + len(bos) : end]], end - first)])
             first = end
         self.bytes = len(text.encode())
         self.notes = [f"text: {len(ids) - 1:,} tokens, read with a stride of {stride:,}"]
@@ -63,10 +60,8 @@ class TextPerplexity(LikelihoodTask):
     def metrics(self, scores: list[list[float]]) -> dict[str, float]:
         """Returns `text/loss`, per token in nats, with its standard error over windows,
         `text/perplexity_per_token` and `text/bits_per_byte`."""
-        columns: dict[str, list[Any]] = {
-            "nats": [-value for (value,) in scores],
-            "tokens": [window.predicted for (window,) in self.questions],
-        }
-        results = combine("text", "token_loss", {"loss": columns}, text_bytes=self.bytes)
-        results["text/perplexity_per_token"] = results.pop("text/perplexity")
-        return results
+        nats = [-value for (value,) in scores]
+        tokens = [window.predicted for (window,) in self.questions]
+        results = token_loss(nats, tokens, self.bytes)
+        results["perplexity_per_token"] = results.pop("perplexity")
+        return {f"text/{name}": value for name, value in results.items()}

@@ -63,16 +63,14 @@ def per_window(
                 return None
             figures = measure(model, batch)
             found.append(torch.stack([values.float() for values in figures.values()]))
-    own_problem = str(loader.problem) if loader.problem else ""
-    for problem in gather_object([own_problem]):
+    for problem in gather_object([str(loader.problem or "")]):
         if problem:
             raise UnreadableData(problem)
-    totals = torch.zeros(len(figures), loader.windows, device=accelerator.device)
-    mine = torch.from_numpy(loader.numbers).to(totals.device)
-    totals[:, mine] = torch.cat(found, dim=1)[:, : len(mine)]  # padding windows come last
-    # The host waits for the device only here. Each window belongs to one rank.
-    sums = accelerator.reduce(totals, "sum").cpu()
-    return dict(zip(figures, sums, strict=True))
+    # (ranks, figures, windows of a rank). Window k · ranks + r is the k-th of rank r, so padding
+    # windows come last. The host waits for the device only here.
+    parts = accelerator.gather(torch.cat(found, dim=1)[None]).cpu()
+    windows = parts.permute(1, 2, 0).flatten(1)[:, : loader.windows]
+    return dict(zip(figures, windows, strict=True))
 
 
 def validation_loss(

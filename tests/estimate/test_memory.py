@@ -11,8 +11,9 @@ from families import save_family
 from torch._dynamo.testing import CompileCounter
 
 from gpt2_accel.config import TrainConfig
+from gpt2_accel.estimate import memory
 from gpt2_accel.estimate.dry_run import estimate_run
-from gpt2_accel.estimate.memory import fitting_batch_size, model_shape, planned_model, state_bytes
+from gpt2_accel.estimate.memory import fitting_batch_size, model_shape, planned_model
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.device import OVERRIDES
 from gpt2_accel.train import next_token_loss, train
@@ -67,7 +68,8 @@ def test_the_planned_state_is_that_of_a_run(lora, dtype, tiny, tmp_path, monkeyp
     config = tiny("run", init_from=start, lora=lora, dtype=dtype, max_steps=1)
     reset_accelerate()
     train(config, callbacks=[Measure()])
-    state = state_bytes(config, planned_model(config, model_shape(config, 257)))
+    launch = memory.Launch(1, "no", False, False)
+    state = memory.state_bytes(config, planned_model(config, model_shape(config, 257)), launch)
     assert state.pop("gradients") == state[trained]
     assert state.pop("checkpoint") == 0
     assert state == measured

@@ -25,13 +25,12 @@ def load(tmp_path, monkeypatch):
 
 def test_metrics_loaded_in_a_notebook_give_the_values_of_the_package(load):
     for name, (file, *config), columns, expected in table("evals/metrics"):
-        results = metrics.combine("x", file, {name: columns})
+        results = getattr(formulas, file)(**columns, name=name)
         n = len(columns["references"])
         error = math.sqrt(expected * (1 - expected) / (n - 1))
-        both = {f"x/{name}_stderr": error, f"x/{name}_stderr_n": n}
-        assert results == pytest.approx({f"x/{name}": expected} | both)
-        loaded = load(file, *config).compute(**columns)
-        assert {f"x/{key}": value for key, value in loaded.items()} == results
+        both = {f"{name}_stderr": error, f"{name}_stderr_n": n}
+        assert results == pytest.approx({name: expected} | both)
+        assert load(file, *config).compute(**columns) == results
     windows = {"nats": [3.0, 5.0], "tokens": [2, 2]}
     expected = formulas.token_loss(**windows, text_bytes=8)
     assert load("token_loss").compute(**windows, text_bytes=8) == expected

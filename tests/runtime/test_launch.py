@@ -25,7 +25,7 @@ from tables import table
 from transformers import pipeline
 
 from gpt2_accel.config import TrainConfig
-from gpt2_accel.estimate.memory import activation_bytes
+from gpt2_accel.estimate.memory import Launch, activation_bytes
 from gpt2_accel.hf.any_model import any_config
 from gpt2_accel.hf.convert import save_pretrained
 from gpt2_accel.models.gpt2 import GPT, GPTConfig
@@ -207,15 +207,17 @@ def test_the_dry_runs_activation_memory_is_what_autograd_saves(family, precision
         loss = model(tokens, tokens)  # keeps the saved tensors
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage().data_ptr(), None)
+    launch = Launch(1, precision, False, False)
     logits = 4 * 64 * config.padded_vocab_size * (6 if bf16 else 4)
-    estimated = activation_bytes(TrainConfig(sequence_length=64), config, precision, 4)
+    estimated = activation_bytes(TrainConfig(sequence_length=64), config, launch, 4)
     assert estimated == pytest.approx(sum(saved.values()) + logits, rel=error)
     del loss
 
 
 def test_auto_micro_batch_is_the_largest_that_fits(tiny, monkeypatch):
     shape = GPTConfig(257, 32, 2, 2, 32)
-    two = activation_bytes(TrainConfig(sequence_length=32), shape, "no", 2)
+    launch = Launch(1, "no", False, False)
+    two = activation_bytes(TrainConfig(sequence_length=32), shape, launch, 2)
     weights = 24 * (shape.parameter_count + 127 * 32)
     monkeypatch.setenv(OVERRIDES, json.dumps({"free_memory": int((weights + 1.5 * two) / 0.9)}))
     auto = run(tiny("auto", micro_batch_size=0))

@@ -6,14 +6,13 @@
 A second argument of `load`, such as "acc_norm", renames the result.
 """
 
-import math
 from collections.abc import Sequence
 
 import evaluate.info
 import evaluate.module
 from datasets import Features, List, Value
 
-from gpt2_accel.evals.formulas import mean
+from gpt2_accel.evals.formulas import choice_accuracy
 
 
 class ChoiceAccuracy(evaluate.module.Metric):
@@ -32,15 +31,5 @@ class ChoiceAccuracy(evaluate.module.Metric):
         )
         return evaluate.info.MetricInfo(self.__doc__, "", features)
 
-    def _compute(
-        self,
-        scores: Sequence[Sequence[float]],
-        lengths: Sequence[Sequence[int]],
-        references: Sequence[int],
-    ) -> dict[str, float]:
-        right = []
-        for row, divisors, label in zip(scores, lengths, references, strict=True):
-            means = [score / length for score, length in zip(row, divisors, strict=True)]
-            chosen = means.index(max(means))
-            right.append(chosen == label and not math.isnan(sum(means)))
-        return mean(right, name=self.config_name.replace("default", "acc"))
+    def _compute(self, **columns: Sequence) -> dict[str, float]:
+        return choice_accuracy(**columns, name=self.config_name.replace("default", "acc"))

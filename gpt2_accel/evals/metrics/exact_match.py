@@ -10,7 +10,7 @@ import evaluate.info
 import evaluate.module
 from datasets import Features, Value
 
-from gpt2_accel.evals.formulas import mean
+from gpt2_accel.evals.formulas import exact_match
 
 
 class ExactMatch(evaluate.module.Metric):
@@ -21,7 +21,5 @@ class ExactMatch(evaluate.module.Metric):
         features = Features(predictions=Value("string"), references=Value("string"))
         return evaluate.info.MetricInfo(self.__doc__, "", features)
 
-    def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        pairs = zip(predictions, references, strict=True)
-        right = [answer.strip() == expected.strip() for answer, expected in pairs]
-        return mean(right, name=self.config_name.replace("default", "exact_match"))
+    def _compute(self, **columns: Sequence[str]) -> dict[str, float]:
+        return exact_match(**columns, name=self.config_name.replace("default", "exact_match"))

@@ -10,7 +10,7 @@ for every metric of that library. Process 0 gets the result over all samples, th
 process adds at least one sample.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import evaluate.info
 import evaluate.module
@@ -31,7 +31,5 @@ class TokenLoss(evaluate.module.Metric):
         features = Features({"nats": Value("float64"), "tokens": Value("int64")})
         return evaluate.info.MetricInfo(self.__doc__, "", features)
 
-    def _compute(
-        self, nats: Sequence[float], tokens: Sequence[int], text_bytes: float | None = None
-    ) -> dict[str, float]:
-        return token_loss(nats, tokens, text_bytes)
+    def _compute(self, **columns: Any) -> dict[str, float]:
+        return token_loss(**columns)
