@@ -1,17 +1,10 @@
-"""Charts of metrics, drawn with matplotlib, for reports."""
+"""Curves of metrics, and what they say of a run."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-# Adapted from Okabe and Ito (2008) and Paul Tol: colour-blind readers can tell them apart, on black
-# and on white.
-COLOURS = ("#0077bb", "#e07b00", "#009e73", "#cc5599", "#56a4e9", "#a68a00")
-INK = "#202124"
-FAINT = "#d5d7db"
-SIZE = (3.5, 2.2)  # inches: legible on a phone; a desktop has two side by side
 FEWEST = 10  # logged rewards at either end of a run
 
 
@@ -98,38 +91,3 @@ def curve_points(
             xs.append(amount * factor)
             ys.append(y)
     return xs, ys
-
-
-def chart(
-    title: str, xlabel: str, curves: Iterable[tuple[list[float], list[float], Mapping[str, Any]]]
-) -> Any:
-    """Draws curves: x, y, and properties of the line; with markers if there are few points.
-
-    Returns a `Figure` of matplotlib.
-
-    The vertical axis leaves out values in the first twentieth of a curve that are above the rest.
-    """
-    from matplotlib.figure import Figure  # takes half a second
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=SIZE, layout="constrained", dpi=160)
-    ax = figure.subplots()
-    ax.set_title(title, loc="left", fontsize=9, color=INK, parse_math=False)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(color=FAINT, labelcolor=INK, labelsize=8)
-    ax.grid(axis="y", color=FAINT, linewidth=0.6)
-    bottom = []
-    top = []
-    for x, y, style in curves:
-        marker = "o" if len(x) <= 60 else None
-        ax.plot(x, y, **({"marker": marker, "markersize": 3} | dict(style)))
-        bottom += y
-        top += y[len(y) // 20 :]
-    if top:
-        margin = 0.05 * (max(top) - min(bottom)) or 1.0
-        ax.set_ylim(min(bottom) - margin, max(top) + margin)
-    ax.set_xlim(left=0)
-    ax.set_xlabel(xlabel, color=INK, fontsize=8)
-    ax.locator_params("x", nbins=4)
-    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    return figure
