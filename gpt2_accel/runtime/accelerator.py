@@ -63,8 +63,8 @@ def build_accelerator(deterministic: bool = False) -> Accelerator:
     possible or in `REFUSED`.
     """
     for name, (allowed, fix) in REFUSED.items():
-        value = os.environ.get(name, allowed.split()[0])
-        if value.lower() not in allowed.split():
+        value = os.environ.get(name)
+        if value is not None and value.lower() not in allowed.split():
             field = name.removeprefix("ACCELERATE_").lower()
             raise ValueError(f"the Accelerate config has {field} {value}: {fix}")
     # Segments that grow: memory is less fragmented where the shapes of batches vary. torch reads
@@ -156,25 +156,27 @@ def prepare_model(
     FSDP2 then reduces gradients in fp32 and runs the forward under autocast. By Accelerate's
     defaults gradients, the loss, the norms and the residual stream would be in bf16.
     """
-    dtype = AUTOCAST_DTYPES.get(accelerator.mixed_precision)
-    units = getattr(model, "_no_split_modules", None)
-    if accelerator.is_fsdp2 and units:
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(units)
-    if not accelerator.is_fsdp2 or dtype is None:
-        prepared, optimizer = accelerator.prepare(model, optimizer)
-        ddp = without_compilation(prepared)
-        if isinstance(ddp, DistributedDataParallel):
-            ddp.require_backward_grad_sync = False  # see `reducing`
-        return prepared, optimizer
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    dtype = None
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        units = getattr(model, "_no_split_modules", None)
+        if units:
+            plugin.transformer_cls_names_to_wrap = list(units)
+        dtype = AUTOCAST_DTYPES.get(accelerator.mixed_precision)
+    if dtype is not None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    # Autocast's cache would keep a copy of all weights, which FSDP2 frees after each block.
-    autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
-    model.forward = autocast(model.forward)
+    ddp = without_compilation(prepared)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.require_backward_grad_sync = False  # see `reducing`
+    if dtype is not None:
+        # Autocast's cache would keep a copy of all weights, which FSDP2 frees after each block.
+        autocast = torch.autocast(accelerator.device.type, dtype, cache_enabled=False)
+        model.forward = autocast(model.forward)
     return prepared, optimizer
 
 

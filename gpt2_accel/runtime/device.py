@@ -163,14 +163,13 @@ def attention_order(device: torch.device, deterministic: bool) -> tuple[str, ...
     major, _ = compute_capability(device)
     if not major:
         return ()
-    names = ["MATH"]
-    if not deterministic:
-        names.insert(0, "EFFICIENT_ATTENTION")
-    if major >= 8:
-        names.insert(0, "FLASH_ATTENTION")
-    if major in (9, 10) and not deterministic:
-        names.insert(0, "CUDNN_ATTENTION")
-    return tuple(names)
+    allowed = {
+        "CUDNN_ATTENTION": major in (9, 10) and not deterministic,
+        "FLASH_ATTENTION": major >= 8,
+        "EFFICIENT_ATTENTION": not deterministic,
+        "MATH": True,
+    }
+    return tuple(name for name in allowed if allowed[name])
 
 
 @overridable

@@ -41,13 +41,13 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """
     scratch = scratch_path(Path(path))
     try:
-        with disk_errors(scratch, path), open(scratch, "xb", 2**20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        with disk_errors(scratch, path):
+            with open(scratch, "xb") as file:
+                yield file
+            sync(scratch)
+            scratch.replace(path)
     finally:
-        scratch.unlink(missing_ok=True)
+        remove(scratch)
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
@@ -116,7 +116,7 @@ def scratch_directory(path: Path) -> Iterator[Path]:
     try:
         yield scratch
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
 
 
 @contextmanager
@@ -139,9 +139,7 @@ def disk_errors(scratch: Path, path: str | Path) -> Iterator[None]:
 
 def hide(path: Path) -> Path:
     """Renames a file or folder to a temporary name, and returns that."""
-    hidden = scratch_path(path)
-    path.rename(hidden)
-    return hidden
+    return path.rename(scratch_path(path))
 
 
 def scratch_path(path: Path) -> Path:

@@ -55,14 +55,22 @@ class RunLog(AbstractContextManager):
     threads: int = 0
     seconds: float = 0.0
     results: dict[str, float] = field(default_factory=dict)
-    _files: list[JsonLines] = field(default_factory=list)
-    _line: dict[str, object] = field(default_factory=dict)
 
     def __enter__(self) -> "RunLog":
         # An average over all updates: recent ones alone may lie around an evaluation.
-        shape = {"unit": "step", "leave": True, "delay": 0, "smoothing": 0, "bar_format": BAR}
-        shown = self.run_dir is not None
-        self.bar = Progress("training", self.updates, initial=self.step, shown=shown, **shape)
+        self.bar = Progress(
+            "training",
+            self.updates,
+            shown=self.run_dir is not None,
+            initial=self.step,
+            unit="step",
+            leave=True,
+            delay=0,
+            smoothing=0,
+            bar_format=BAR,
+        )
+        self._line: dict[str, object] = {}
+        self._files: list[JsonLines] = []
         if self.run_dir is not None:
             for name in ("metrics.jsonl", "samples.jsonl"):
                 self._files.append(JsonLines(self.run_dir / name, self.step or -1))
@@ -106,12 +114,12 @@ class RunLog(AbstractContextManager):
         """Logs figures of the last update as `train/NAME`, and shows some of them beside the bar.
 
         Adds the speed since the last call (tokens/s), the training time (seconds), the memory (GB)
-        and the MFU if known. A figure may be a tensor of one element.
+        and the MFU if known.
         """
         tokens, seconds = self._measured
         speed = (self.tokens - tokens) / (self.seconds - seconds)
         self._measured = (self.tokens, self.seconds)
-        figures = numbers(figures) | {
+        figures = figures | {
             "tokens_per_second": speed,
             "seconds": round(self.seconds, 3),
             "memory_gb": round(memory_gb(), 3),
@@ -121,9 +129,8 @@ class RunLog(AbstractContextManager):
             figures["mfu"] = speed / self.full_speed
         self.add({f"train/{name}": value for name, value in figures.items()})
         name = "reward" if "reward" in figures else "loss"
-        rate = figures["learning_rate"]
-        shown = {name: f"{figures[name]:.4g}", "lr": f"{rate:.3g}", "tok/s": f"{speed:,.0f}"}
-        self.bar.set_postfix(shown, refresh=False)
+        shown = {name: f"{figures[name]:.4g}", "lr": f"{figures['learning_rate']:.3g}"}
+        self.bar.set_postfix(shown | {"tok/s": f"{speed:,.0f}"}, refresh=False)
 
     def explain(self, speed: float) -> None:
         """Prints once why the run is slow, from the use of the cores over `LOOK` seconds or more.

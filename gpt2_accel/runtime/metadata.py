@@ -28,19 +28,18 @@ def describe_run(run: "Run") -> dict:
     that replaces the first of each window of text, in a list. `chat`: whether the data are
     conversations. `changes` is the history of changed settings. `tokenizer` is the fingerprint
     of the data's tokenizer. `git_commit` is the working directory's commit, with `-dirty` after
-    changes, None outside a repository. Only the main process reads the commit and the versions and
-    calls `describe_validation`, which takes time.
+    changes, None outside a repository. Only the main process has the commit, the versions and what
+    `describe_validation` returns, which take time.
     """
     config = run.config
     accelerator = run.accelerator
     loader = run.train_loader
     shape = unwrap(accelerator, run.model).config
-    main = accelerator.is_main_process
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
-    count = loader.micro_batches(run.schedule.full)
     batch = (
-        f"{config.total_batch_size:,} tokens per update = {count} micro-batches x "
+        f"{config.total_batch_size:,} tokens per update = "
+        f"{loader.micro_batches(run.schedule.full)} micro-batches x "
         f"{accelerator.num_processes} processes x {loader.micro_batch_size} sequences x "
         f"{length} tokens"
     )
@@ -49,7 +48,7 @@ def describe_run(run: "Run") -> dict:
     hardware = f"{accelerator.num_processes} x {device_name(accelerator.device)}"
     if accelerator.is_fsdp2:
         hardware += ", sharded by FSDP2"
-    return {
+    about = {
         "run_id": run.state.run_id,
         "parts": run.parts,
         "parameters": shape.parameter_count,
@@ -66,10 +65,11 @@ def describe_run(run: "Run") -> dict:
         "chat": run.data.chat,
         "hardware": f"{hardware}, {precision_name(accelerator.mixed_precision)}",
         "changes": run.state.changes,
-        "git_commit": git_commit() if main else None,
-        "versions": installed_versions() if main else {},
-        **(describe_validation(run.data, config.eval_tokens) if main else {}),
     }
+    if accelerator.is_main_process:
+        about |= {"git_commit": git_commit(), "versions": installed_versions()}
+        about |= describe_validation(run.data, config.eval_tokens)
+    return about
 
 
 def describe_training(run: "Run") -> Training:
@@ -98,16 +98,17 @@ def changed_settings(
     `before` are the settings used until update `step`, after `tokens` tokens. The result maps a
     name to `NAME OLD -> NEW from update STEP`.
     """
+
+    def with_rate(each: TrainConfig) -> dict[str, Any]:
+        rate = learning_rate(each, tokens / each.total_batch_size)
+        return each.settings() | {"the schedule's learning rate": f"{rate:.3g}"}
+
     former = copy(config)
     vars(former).update(before)
-    old = former.settings()
-    new = config.settings()
-    for each, settings in ((former, old), (config, new)):
-        rate = learning_rate(each, tokens / each.total_batch_size)
-        settings["the schedule's learning rate"] = f"{rate:.3g}"
+    new = with_rate(config)
     return {
         name: f"{name} {value} -> {new[name]} from update {step}"
-        for name, value in old.items()
+        for name, value in with_rate(former).items()
         if name not in INERT and value != new[name]
     }
 
@@ -123,34 +124,31 @@ def git_commit() -> str | None:
 
 
 def start_summary(run: "Run") -> str:
-    """Returns the summary that the terminal shows before the first update."""
+    """Returns the summary that the terminal shows before the first update.
+
+    It has the kind of attention, and the speed to expect on a known GPU.
+    """
     about = run.metadata
     compiled = run.accelerator.state.dynamo_plugin.backend.value.lower()
     flops = about["flops_per_token"] * about["tokens"]
+    choices = f"attention by {(kernels.choices.sdpa_order or ('torch',))[0].lower()}"
+    if run.log.full_speed is not None:
+        speed = TYPICAL_MFU * run.log.full_speed
+        choices += f", about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak"
     return (
         f"{about['parameters']:,} parameters on {about['hardware']}, compile backend {compiled}\n"
         f"{about['batch']}\n"
-        f"{speed_choices(run)}\n"
+        f"{choices}\n"
         f"updates {run.step:,} to {run.updates:,}: {about['tokens']:,} tokens, "
         f"{about['epochs']:.3g} epochs, {flops:.2g} FLOPs, into {run.config.output_dir}"
     )
-
-
-def speed_choices(run: "Run") -> str:
-    """Returns the kind of attention, and the speed to expect on a known GPU, as text."""
-    attention = f"attention by {(kernels.choices.sdpa_order or ('torch',))[0].lower()}"
-    if run.log.full_speed is None:
-        return attention
-    speed = TYPICAL_MFU * run.log.full_speed
-    return f"{attention}, about {speed:,.0f} tokens/s at {TYPICAL_MFU:.0%} of the peak"
 
 
 def end_summary(run: "Run") -> str:
     """Returns the summary that the terminal shows after the last update."""
     log = run.log
     flops = log.tokens * run.metadata["flops_per_token"]
-    speed = log.tokens / max(log.seconds, 1e-9)
     return (
         f"trained on {log.tokens:,} tokens ({flops:.2g} FLOPs) in {duration(log.seconds)}, "
-        f"{speed:,.0f} tokens/s, {memory_gb():.1f} GB of memory"
+        f"{log.tokens / max(log.seconds, 1e-9):,.0f} tokens/s, {memory_gb():.1f} GB of memory"
     )

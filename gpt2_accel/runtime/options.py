@@ -103,8 +103,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             names = [name.removeprefix("--") for name in self._option_string_actions]
-            hint = suggestion(unknown[0], names)
-            raise ValueError(f"unknown option {unknown[0]}{hint}")
+            raise ValueError(f"unknown option {unknown[0]}{suggestion(unknown[0], names)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -198,7 +197,7 @@ def convert(path: str, name: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"{path}: {name} is {reprlib.repr(value)}, expected {expected}") from error
 
 
-def load_yaml(path: str, option: str) -> dict:
+def load_yaml(path: str | Path, option: str) -> dict:
     """Reads the YAML file that `option` names.
 
     Raises `FileNotFoundError`, or `ValueError` if it does not hold a mapping.
@@ -228,4 +227,4 @@ def load_saved(path: Path) -> dict:
 
     Raises `ValueError` if it is damaged.
     """
-    return load_yaml(str(path), "run") if path.exists() else {}
+    return load_yaml(path, "run") if path.exists() else {}

@@ -106,18 +106,14 @@ def all_or_none() -> Iterator[None]:
 
     Otherwise the others would wait for the failed process in their next collective.
     """
-    mine: Exception | None = None
+    mine: list[Exception] = []
     try:
         yield
     except Exception as error:
-        mine = error
-    failure_here = None if mine is None else picklable(mine)
-    failures = gather_object([failure_here])
-    if mine is not None:
-        raise mine
-    for failure in failures:
-        if failure is not None:
-            raise failure
+        mine = [error]
+    failures = gather_object([picklable(error) for error in mine])
+    if failures:
+        raise (mine + failures)[0]
 
 
 def any_rank(accelerator: Accelerator, flag: Callable[[], bool]) -> Callable[[], bool]:

@@ -25,11 +25,11 @@ def folder(name: str) -> Path:
 
 
 def recipe_command(recipe: str, *arguments: str | Path) -> str:
-    """Returns the shell command that runs a recipe of `IN_PROCESS` from the working directory."""
+    """Returns the shell command that runs a recipe of `IN_PROCESS` from the working directory.
+
+    The console command has its name if PATH finds it, else its path.
+    """
     console = Path(sys.executable).with_name("gpt2-accel")
-    return shlex.join([program(console), recipe, *map(str, arguments)])
-
-
-def program(path: Path) -> str:
-    """Returns how a shell calls a program: by name if PATH finds it, else by its path."""
-    return path.name if shutil.which(path.name) == str(path) else os.path.relpath(path)
+    found = shutil.which(console.name) == str(console)
+    program = console.name if found else os.path.relpath(console)
+    return shlex.join([program, recipe, *map(str, arguments)])

@@ -83,7 +83,7 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or number != signal.SIGHUP:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._handlers[number] = signal.signal(number, self._note)
         die_with_launcher()
         return self

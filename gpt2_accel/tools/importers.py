@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import normalizers, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from gpt2_accel.hf.any_model import any_config, open_class
 from gpt2_accel.hf.gpt2 import MATRICES
@@ -19,10 +20,6 @@ from gpt2_accel.models.any_model import AnyModel
 from gpt2_accel.models.gpt2 import GPTConfig
 from gpt2_accel.runtime.files import sentence
 from gpt2_accel.tokenizer import GPT2_VOCAB_SIZE, PreTrainedTokenizerBase
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 SCALING = ".rope.scal"  # in the names of a GGUF file's values
 
@@ -79,8 +76,6 @@ def read_gguf(
     model in one file, lacks tensors or has others, or if `transformers` or this package does not
     support the model, its rotary positions or its tokenizer, if none is given.
     """
-    from transformers import AutoConfig
-
     print(f"reading {path} to fp32, which takes minutes for a large vocabulary", file=sys.stderr)
     try:
         from gguf import GGUFReader
@@ -103,8 +98,9 @@ def read_gguf(
         factors = tensors.pop("rope_freqs.weight", None)
         if factors or any(SCALING in name for name in values):
             config.rope_parameters = scaled_rope(config, values, factors and factors.data)
-        options = {"config": config, "output_loading_info": True}
-        inner, report = open_class(path.parent, gguf_file=path.name, **options)
+        inner, report = open_class(
+            path.parent, gguf_file=path.name, config=config, output_loading_info=True
+        )
         if report["missing_keys"]:
             raise ValueError(f"it lacks {min(report['missing_keys'])}: download it again")
         if sum(each.n_elements for each in tensors.values()) > inner.num_parameters():
@@ -123,7 +119,7 @@ def read_gguf(
 
 
 def scaled_rope(
-    config: "PreTrainedConfig", values: Mapping[str, Any], factors: np.ndarray | None
+    config: PreTrainedConfig, values: Mapping[str, Any], factors: np.ndarray | None
 ) -> dict[str, Any]:
     """Returns the `rope_parameters` of a GGUF file, whose scaling `transformers` does not read.
 
@@ -161,8 +157,6 @@ def gguf_tokenizer(path: Path, values: Mapping[str, Any]) -> PreTrainedTokenizer
     Raises `ValueError` if a `tokenizer.json` beside the file would take its place, or if it is not
     known how the file's splits words.
     """
-    from transformers import AutoTokenizer
-
     splits = values.get("tokenizer.ggml.pre", "default")
     problem = f"it splits words by the rules {splits!r}"
     if (path.parent / "tokenizer.json").is_file():

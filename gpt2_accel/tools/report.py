@@ -41,7 +41,7 @@ class RunFolder:
     """The content of a run's folder so far; an attribute is empty if its file is missing.
 
     `settings` is `config.yaml`; `metadata` is `run.json`; `status` is `status.json`; `lines` and
-    `samples` are the undamaged lines of `metrics.jsonl` and `samples.jsonl`; `newest` has the newest
+    `samples` are the undamaged lines of `metrics.jsonl` and `samples.jsonl`; `newest` is the newest
     value of each metric, also of `evaluation.json` in the checkpoints and in the folder.
 
     Raises `FileNotFoundError` if the folder does not exist, `ValueError` if it is not the folder of

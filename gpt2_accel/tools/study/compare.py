@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import sem, t
 
 from gpt2_accel.config import load_yaml
 from gpt2_accel.evals.results import markdown
@@ -63,7 +64,7 @@ def read_study(path: Path, recipes: Path) -> Study:
     Raises `FileNotFoundError` if the file or the recipe is missing, `ValueError` for wrong values.
     """
     parts = asdict(EMPTY)
-    for name, value in load_yaml(str(path), "STUDY.yaml").items():
+    for name, value in load_yaml(path, "STUDY.yaml").items():
         if name not in parts or type(value) is not type(parts[name]):
             raise ValueError(f"{path} has {name}: {value!r}, but a study has parts as in {EMPTY}")
         parts[name] = value
@@ -177,8 +178,6 @@ def outcome(own: np.ndarray, base: np.ndarray) -> list[str]:
 
 def half_width(values: np.ndarray) -> float:
     """Returns half the width of the 95% interval of the mean of `values`, by Student's t."""
-    from scipy.stats import sem, t
-
     return t.ppf(0.975, len(values) - 1) * sem(values)
 
 

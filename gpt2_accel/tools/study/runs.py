@@ -88,11 +88,9 @@ class Trial:
             if (name, value) not in default and name not in INERT and name != "init_from":
                 own[name] = value
         if self.config.init_from:
-            folder = local_directory(model_directory(self.config.init_from))
-            own["weights"] = weights_digest(folder)
+            own["weights"] = weights_digest(local_directory(model_directory(self.config.init_from)))
         launch = {kind: os.environ.get(name, "no").lower() for kind, name in LAUNCH.items()}
-        content = [own, self.data, launch]
-        return text_digest(json.dumps(content, sort_keys=True))[:12]
+        return text_digest(json.dumps([own, self.data, launch], sort_keys=True))[:12]
 
 
 def code_of(recipe: Path) -> str:
@@ -169,10 +167,7 @@ class Runs:
         Reports a run that fails and continues with the others. Raises `OSError` if the folder
         cannot be written.
         """
-        while True:
-            left = [trial for trial in trials if trial.id not in self.rows]
-            if not left:
-                break
+        while left := [trial for trial in trials if trial.id not in self.rows]:
             for trial in left:
                 with suppress(Timeout), FileLock(self.folder / f"runs/.{trial.id}.lock", 0):
                     self.rows |= read_table(self.table)

@@ -11,6 +11,8 @@ import shlex
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import approx_fprime, curve_fit
+from scipy.stats import f_oneway, t
 
 from gpt2_accel.tools.study.runs import Trial, arguments, read_trial
 
@@ -49,9 +51,6 @@ class Law(NamedTuple):
 
         Student's t, with the first-order uncertainty of the law and the noise of one run.
         """
-        from scipy.optimize import approx_fprime
-        from scipy.stats import t
-
         slope = approx_fprime(self.values, lambda values: loss_of((N, D), *values))
         variance = self.spread**2 + slope @ self.covariance @ slope
         return t.ppf(0.975, self.free) * math.sqrt(variance)
@@ -69,9 +68,6 @@ def fit_law(N: np.ndarray, D: np.ndarray, losses: np.ndarray, budgets: np.ndarra
     Parabolas through runs of equal FLOPs are biased even without noise (arXiv:2603.22339). Raises
     `ValueError` for too few runs.
     """
-    from scipy.optimize import curve_fit
-    from scipy.stats import f_oneway
-
     if len(N) < 8:
         raise ValueError("a law needs 8 runs or more that neither failed nor diverged")
     values, covariance = curve_fit(
