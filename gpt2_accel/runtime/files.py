@@ -244,13 +244,13 @@ def lock_folder(folder: str | Path, wait: float = 0.0) -> Iterator[None]:
         lock.release()
 
 
-def lock_id(folder: str | Path) -> int | None:
+def lock_id(folder: Path) -> int | None:
     """Returns the inode of a folder's lock file; 0 if there is none, None if the disk fails.
 
     It changes if another process locks a new folder under the same name.
     """
     try:
-        return (Path(folder) / LOCK).stat().st_ino
+        return (folder / LOCK).stat().st_ino
     except (FileNotFoundError, NotADirectoryError):
         return 0
     except OSError:
@@ -319,7 +319,7 @@ class JsonLines:
     incomplete last line. `entries` are the lines that stay.
     """
 
-    def __init__(self, path: str | Path, last_step: int):
+    def __init__(self, path: Path, last_step: int):
         self.path = path
         self.entries = [entry for entry in read_json_lines(path) if entry["step"] <= last_step]
         self._open()
@@ -355,11 +355,11 @@ class JsonLines:
             print(f"{self._file.name} lacks its last lines: {sentence(error)}", file=sys.stderr)
 
 
-def read_json_lines(path: str | Path) -> list[dict]:
+def read_json_lines(path: Path) -> list[dict]:
     """Returns the undamaged entries of a `JsonLines` file; an empty list if the file is missing."""
     entries = []
-    if Path(path).exists():
-        for line in Path(path).read_bytes().splitlines():
+    if path.exists():
+        for line in path.read_bytes().splitlines():
             with suppress(ValueError):  # incomplete
                 entry = parse_json(line)
                 if isinstance(entry, dict) and isinstance(entry.get("step"), int):

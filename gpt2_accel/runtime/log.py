@@ -280,7 +280,7 @@ class Status:
     def write(self) -> None:
         """Writes the status now, and checks whether the folder still belongs to this run."""
         with self._writing:
-            self.lost = self.lost or lock_id(self.run_dir) not in (self._lock, None)
+            self.lost |= lock_id(self.run_dir) not in (self._lock, None)
             if self.lost:
                 return
             now = datetime.now(UTC).isoformat(timespec="seconds")

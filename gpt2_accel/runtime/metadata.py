@@ -5,7 +5,6 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from gpt2_accel import kernels
-from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.config import INERT, SHAPE, TrainConfig
 from gpt2_accel.estimate.flops import TYPICAL_MFU, flops_per_token
 from gpt2_accel.evals.formulas import formatted
@@ -34,7 +33,7 @@ def describe_run(run: "Run") -> dict:
     config = run.config
     accelerator = run.accelerator
     loader = run.train_loader
-    shape = unwrap(accelerator, run.model).config
+    shape = run.empty.config
     length = config.tokens_per_sequence
     tokens = run.schedule.first(run.updates) * length
     batch = (
