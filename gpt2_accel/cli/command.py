@@ -7,14 +7,13 @@ and sets its exit code.
 
 import difflib
 import os
-import platform
 import sys
 from collections.abc import Collection
 from itertools import takewhile
 from pathlib import Path
 
 from gpt2_accel import __version__, cli
-from gpt2_accel.runtime.cores import may_have_gpu, missing_gpu, usable_cpus
+from gpt2_accel.runtime.cores import may_have_gpu
 from gpt2_accel.runtime.recipe_command import IN_PROCESS, folder
 
 
@@ -64,7 +63,6 @@ Other commands:
                           gpt2-accel launch 8xa100 pretrain-124m --max_steps 1000
                           or print its memory, FLOPs and time, as in
                           gpt2-accel pretrain-124m --dry_run 8xa100 A100
-  doctor                  print versions, devices and the launch config that fits, for a report
   config NAME             print a launch config or other settings, as in
                           gpt2-accel config 8xa100 > my.yaml
   help, --version         print this page, or the version
@@ -189,34 +187,6 @@ def fitting_launch() -> list[str]:
     return ["8xa100" if bf16 else "2xt4-fp16", "--num_processes", str(gpus)]
 
 
-def doctor(*_: str) -> None:
-    """Prints versions, machine, whether runs are compiled, and the launch config that fits."""
-    from gpt2_accel.hf.model_card import installed_versions
-    from gpt2_accel.runtime.device import (
-        accelerator_count,
-        attention_order,
-        device_name,
-        has_bf16,
-        inductor_problem,
-        launch_device,
-        total_memory,
-    )
-
-    device = launch_device()
-    for name, version in installed_versions().items():
-        print(name, version)
-    print(f"{platform.platform()}, {usable_cpus()} CPU cores")
-    print(
-        f"{accelerator_count() or 1} x {device_name(device)}, bf16 units: {has_bf16(device)}, "
-        f"{total_memory(device) / 1e9:.0f} GB of memory"
-    )
-    if device.type == "cpu":
-        print(missing_gpu())
-    print("compiled:", inductor_problem(device) or "yes")
-    print("attention:", *(attention_order(device, deterministic=False) or ["torch's choice"]))
-    print("launch config:", *fitting_launch())
-
-
 OTHERS = {
     "help": print_help,
     "-h": print_help,
@@ -224,5 +194,4 @@ OTHERS = {
     "--version": lambda *_: print(f"gpt2_accel {__version__}"),
     "launch": launch,
     "config": print_config,
-    "doctor": doctor,
 }

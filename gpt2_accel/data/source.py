@@ -254,6 +254,9 @@ class Rows:
         item = source[0]
         if isinstance(item, Mapping) and "labels" in item:
             self.usual -= 1  # the last has no target
+        self.listed: list[int] = []  # the same of a list
+        if isinstance(source, list | tuple):
+            self.listed = [targets_of(self.read(number)) for number in range(self.windows)]
         first = [self[number] for number in range(min(TRIED, self.windows))]
         digest = sha256(f"{self.windows}, {first[0].shape}".encode())
         for number, window in enumerate(first):
@@ -271,7 +274,7 @@ class Rows:
         Raises `ValueError` for another length, wrong token ids or another number of targets.
         """
         window = self.read(number)
-        found = int((window[1] != -100).sum())
+        found = targets_of(window)
         problem = ""
         if window.shape != (2 + self.documents, self.sequence_length):
             problem = f"has the shape {window.shape}, the first had {self.sequence_length} tokens"
@@ -287,7 +290,7 @@ class Rows:
         elif found != self.counts(number):
             problem = (
                 f"has {found} targets that count, not {self.counts(number)}: give the source a "
-                "method counts(i), or wrap it by gpt2_accel.data.counted(source)"
+                "method counts(i), or make it a list"
             )
         if problem:
             raise ValueError(f"{self.name}: window {number} {problem}")
@@ -304,7 +307,14 @@ class Rows:
     def counts(self, number: int) -> int:
         """Returns the number of targets that count in a window."""
         own = getattr(self.source, "counts", None)
-        return self.usual if own is None else int(own(number))
+        if own is not None:
+            return int(own(number))
+        return self.listed[number] if self.listed else self.usual
+
+
+def targets_of(window: np.ndarray) -> int:
+    """Returns the number of targets of a window that count."""
+    return int((window[1] != -100).sum())
 
 
 def window_of(item: Any) -> np.ndarray:
@@ -331,22 +341,3 @@ def window_of(item: Any) -> np.ndarray:
     if len(parts) > 3 or any(part.dtype.kind not in "iu" for part in parts):
         raise ValueError("give integers: T + 1 token ids, or inputs, targets and documents")
     return np.stack(parts).astype(np.int64)
-
-
-class counted:
-    """Reads a source once, and adds a method `counts` to it."""
-
-    def __init__(self, source: Any):
-        self.source = source
-        numbers = progress(range(len(source)), "counting targets", len(source))
-        self.targets = [int((window_of(source[i])[1] != -100).sum()) for i in numbers]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.source[number]
-
-    def counts(self, number: int) -> int:
-        """Returns the number of targets that count in a window."""
-        return self.targets[number]

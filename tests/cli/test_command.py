@@ -36,18 +36,6 @@ def started(monkeypatch):
     return start
 
 
-def test_doctor_names_versions_device_and_launch_config(monkeypatch, capsys):
-    answers = {"total_memory": 80e9, "has_bf16": True, "has_cpp_compiler": False}
-    monkeypatch.setenv(device.OVERRIDES, json.dumps(answers))
-    monkeypatch.setattr(device, "launch_device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(command, "may_have_gpu", lambda: True)
-    command.run_command(["doctor"])
-    output = capsys.readouterr().out
-    for words in (f"torch {torch.__version__}", "1 x cpu", "80 GB", "no C++ compiler"):
-        assert words in output
-    assert output.endswith("launch config: cpu\n")
-
-
 def test_launch_starts_accelerates_launcher(started, tmp_path, monkeypatch):
     train = [str(RECIPES / "pretrain_124m.py"), "--max_steps", "2"]
     config = [*LAUNCHER, str(CONFIGS / "8xa100_fsdp2.yaml")]

@@ -22,7 +22,6 @@ from seams_script import Drawn, T, Uneven, data_of, own_data
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt2_accel.data import counted
 from gpt2_accel.data.loader import EvalLoader, TrainLoader
 from gpt2_accel.train import train
 
@@ -57,7 +56,7 @@ def test_rows_with_labels_have_the_loss_of_transformers():
     """`labels` are not shifted. What the mask hides does not count, so it is -100 here."""
     row = {"input_ids": ROW[0, :T], "labels": LABELS[0, :T], "attention_mask": np.arange(T) < 20}
     rows = datasets.Dataset.from_list([row, row])
-    window = data_of(counted(rows)).train[0][0][0]
+    window = data_of(list(rows)).train[0][0][0]
     hf = GPT2LMHeadModel(
         GPT2Config(vocab_size=257, n_positions=T, n_embd=16, n_layer=1, n_head=1)
     ).eval()
@@ -85,7 +84,7 @@ REFUSED = [
     (Drawn(3.5), "returns 3.5"),
     (Drawn(2**70), "returns 1180591620717411303424"),
     (Drawn(draw=lambda i: np.random.randint(9, size=T + 1)), "read again"),
-    ([(ROW[0, :-1], LABELS[0, 1:])], "wrap it by gpt2_accel.data.counted"),
+    (Drawn(1, draw=lambda i: (ROW[0, :-1], LABELS[0, 1:])), r"counts\(i\), or make it a list"),
 ]
 
 
