@@ -77,7 +77,7 @@ def open_logs(run: Run) -> None:
     accelerator = run.accelerator
     run.state.run_id = on_main_process(lambda: run.state.run_id or secrets.token_hex(4))
     run.updates = run.schedule.updates
-    run.finishing = run.updates <= run.state.finish
+    run.state.finishing &= run.updates <= run.state.finish  # unless the run is longer now
     run.metadata = describe_run(run)
     speed = peak_flops(device_name(accelerator.device))
     if speed is not None:
@@ -177,7 +177,7 @@ def finish(run: Run) -> bool:
     run.log.bar.close()  # the bar stays above the last lines
     run.log.print_line(end_summary(run))
     finished = not run.state.postponed and (
-        stops_early(run) or run.finishing or run.step >= run.updates
+        stops_early(run) or run.state.finishing or run.step >= run.updates
     )
     reason = max(gather_object([run.finish_reason]))  # maybe only one rank has one
     if stops_early(run) and run.step < run.updates:

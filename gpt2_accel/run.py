@@ -112,7 +112,6 @@ class Run:
     save_requested: bool = False  # any rank wants one
     unreported: bool = False  # a checkpoint is written, and callbacks do not know it
     stopping: bool = False
-    finishing: bool = False  # a callback ends the run as complete
     finish_reason: str = ""  # of this rank
     caller: str = ""  # class of the callback whose `on_step_end` was called last
     reduced: bool = False  # whether the gradients of this update were reduced
@@ -154,7 +153,7 @@ class Run:
         """Whether an action of every `every` updates, and of the last, is due; 0 means never."""
         if every == 0 or self.step == 0:
             return False
-        return self.step % every == 0 or self.finishing or self.step == self.updates
+        return self.step % every == 0 or self.state.finishing or self.step == self.updates
 
     def request_stop(self, reason: str = "") -> None:
         """Ends the run with a checkpoint after the next update. One rank is enough."""
@@ -196,8 +195,8 @@ class Run:
         """Adds the gradients of a loss, a scalar, to those of the parameters.
 
         They are reduced over the ranks in the `last` call of a pass; before it they are those of
-        this rank. Raises `ValueError` for a loss
-        that is not a scalar, or does not depend on weights that are trained.
+        this rank. Raises `ValueError` for a loss that is not a scalar, or does not depend on
+        weights that are trained.
         """
         if loss.numel() != 1 or loss.is_meta:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: return a scalar mean")
@@ -228,7 +227,7 @@ class Run:
         if results:
             self.log.evaluation(results)
             call(self, "on_evaluate", metrics=results)
-        else:
+        elif self.stopping or self.interrupted():
             self.postpone()
         return results
 
@@ -240,9 +239,13 @@ class Run:
         """
         if self.val_loader is None:
             raise ValueError("the run has no validation data: give --eval_every")
-        name = prefix.rstrip("/")
         return self.evaluate(
-            partial(validation_loss, loader=self.val_loader, measure=self.measure, prefix=name)
+            partial(
+                validation_loss,
+                loader=self.val_loader,
+                measure=self.measure,
+                prefix=prefix.rstrip("/"),
+            )
         )
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
@@ -320,5 +323,5 @@ def stops_early(run: Run) -> bool:
 
 def goes_on(run: Run) -> bool:
     """Whether there is another update to do."""
-    ended = run.stopping or run.finishing or diverged(run) or stops_early(run)
+    ended = run.stopping or run.state.finishing or diverged(run) or stops_early(run)
     return run.step < run.updates and not ended

@@ -58,11 +58,13 @@ def resume(run: Run, checkpoint: Path) -> None:
         for name, value in saved["parts"].items():
             if value != run.parts[name]:
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
-        names = vars(run.state).keys() & saved.keys()  # 0.6 has no `finish`
-        run.state = RunState(**{name: saved[name] for name in names})
+        # 0.6 has not all of them.
+        known = {name: saved[name] for name in vars(run.state).keys() & saved.keys()}
+        run.state = RunState(**known)
         run.state.postponed = saved.get("postponed", ["Evaluations"])  # 0.6 has only val_loss
         run.state.changes += run.changes.values()
         run.guard.recent = saved["recent"]
+        run.guard.bad_in_a_row = saved.get("bad_in_a_row", 0)
         seen = tokens // config.tokens_per_sequence
         run.schedule = config.batch_schedule(run.accelerator.num_processes, run.step, seen)
     run.training_state.load_optimizer(checkpoint, saved)
@@ -90,6 +92,7 @@ def collect(run: Run) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any
         "settings": run.config.settings(),
         "parts": run.parts,
         "recent": run.guard.recent,
+        "bad_in_a_row": run.guard.bad_in_a_row,
         "bos": loader.bos,
         "phases": [start for start, _ in loader.phases],
         "micro_batch": {

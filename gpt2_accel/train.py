@@ -219,8 +219,8 @@ def reduce_figures(
     together = torch.cat((means, full_tensor(grad_norm)[None]))
     stop, finish, save, written, *reduced, norm = together.tolist()
     run.stopping = stop > 0
-    run.finishing = finish > 0
-    if run.finishing:
+    run.state.finishing = finish > 0
+    if run.state.finishing:
         run.state.finish = run.updates
     run.save_requested = save > 0
     run.unreported = written > 0

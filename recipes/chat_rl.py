@@ -90,7 +90,9 @@ class AtStart:
 def with_date(template: str) -> str:
     """Returns a chat template with `DATE` in place of today's date."""
     return re.sub(
-        r"""strftime_now\((['"])(.*?)\1\)""", lambda m: repr(DATE.strftime(m[2])), template
+        r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])([^'"\\]*)\1\s*,?\s*\)""",
+        lambda m: repr(DATE.strftime(m[2])),
+        template,
     )
 
 

@@ -143,6 +143,7 @@ class RunState:
     best: float | None = None  # the lowest validation loss so far
     waited: int = 0  # evaluations since `best`
     finish: int = 0  # a callback ends a run of so many updates or fewer
+    finishing: bool = False  # it ends at this step
     changes: list[str] = field(default_factory=list)  # settings that resumes changed
     postponed: list[str] = field(default_factory=list)  # classes of callbacks, see `Run.postpone`
 

@@ -38,7 +38,7 @@ from gpt2_accel.data.shards import (
 from gpt2_accel.data.sources import state_of, unchanged
 from gpt2_accel.rounding import round_up
 from gpt2_accel.runtime.files import first_line
-from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, special_pattern
 
 # Why a conversation or a pair is left out, or changed.
@@ -196,7 +196,7 @@ class ConversationWriter:
         keys = []
         problems: dict[str, list[Any]] = {}
         first_keys: dict[int, int] = {}
-        for path in progress(self.files, "tokenizing", len(self.files)):
+        for path in Progress("tokenizing", len(self.files), self.files):
             for row, place in unchanged(read_rows(path), path, self.files[path]):
                 try:
                     if row_suffix(path) in (".parquet", ".arrow"):
@@ -259,7 +259,7 @@ class ConversationWriter:
         writer.documents = len(items)
         targets = []
         counted = 0
-        for window in progress(windows, f"packing {split}", len(windows)):
+        for window in Progress(f"packing {split}", len(windows), windows):
             found = 0
             for parts in zip(*(items[i] for i in window), strict=True):
                 row = np.concatenate(parts)

@@ -157,7 +157,7 @@ def prepare_sources(
         total = sum(source.size for source in sources)
         done = sum(entry["bytes"] for entry in record["splits"].values())
         bar = Progress(
-            "tokenizing", total, shown=total > 0, initial=done, unit="B", unit_scale=True
+            "tokenizing", total, disable=total <= 0, initial=done, unit="B", unit_scale=True
         )
         groups = read_groups(sources, tuple(record["next"]))
         with bar:

@@ -41,7 +41,7 @@ from gpt2_accel.data.shards import (
     template_digest,
 )
 from gpt2_accel.runtime.files import sentence
-from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.runtime.recipe_command import recipe_command
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, fingerprint, load_tokenizer
 
@@ -207,7 +207,7 @@ def verify_data(data_dir: str | Path) -> int:
     shards = []
     for folder, manifest, _ in read_parts(Path(data_dir), read_manifest(data_dir)):
         shards += [(folder, manifest["dtype"], shard) for shard in listed_shards(manifest)]
-    for folder, kind, shard in progress(shards, "verifying", len(shards)):
+    for folder, kind, shard in Progress("verifying", len(shards), shards):
         read_shard(folder, TOKEN_DTYPES[kind], shard, 0, 0)
         path = folder / shard["file"]
         with open(path, "rb") as file:
@@ -246,14 +246,12 @@ class Rows:
                 f"{name} has a __len__ that returns {length!r}: return an integer from 1 to 2^62"
             )
         self.windows = int(length)
-        rows, self.sequence_length = self.read(0).shape
+        window = self.read(0)
+        rows, self.sequence_length = window.shape
         self.documents = rows == 3
         self.tokens = self.windows * self.sequence_length
         # Targets that count in each window, if the source does not count them.
-        self.usual = self.sequence_length
-        item = source[0]
-        if isinstance(item, Mapping) and "labels" in item:
-            self.usual -= 1  # the last has no target
+        self.usual = targets_of(window)
         self.listed: list[int] = []  # the same of a list
         if isinstance(source, list | tuple):
             self.listed = [targets_of(self.read(number)) for number in range(self.windows)]

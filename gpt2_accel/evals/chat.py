@@ -19,7 +19,7 @@ from gpt2_accel.evals.formulas import exact_match
 from gpt2_accel.evals.items import Item
 from gpt2_accel.generation.sampling import Completion, Sampling, complete, encode_prompt
 from gpt2_accel.models import LanguageModel, ModelConfig
-from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase
 
 MAX_NEW_TOKENS = 256  # the longest answer
@@ -99,7 +99,9 @@ def answers(
     rounds = range(0, len(batches), ranks)
     between = interrupted if ranks == 1 else lambda: False
     found: list[tuple[Question, list[Completion]]] = []
-    for first in progress(rounds, "answering", len(rounds), shown=accelerator.is_main_process):
+    for first in Progress(
+        "answering", len(rounds), rounds, disable=not accelerator.is_main_process
+    ):
         if interrupted():
             return []
         number = first + accelerator.process_index

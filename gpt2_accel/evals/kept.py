@@ -13,7 +13,6 @@ import torch
 
 from gpt2_accel.checkpoint.find import model_directory
 from gpt2_accel.evals.formulas import mean
-from gpt2_accel.evals.likelihood import Row, token_scores
 from gpt2_accel.generation.sampling import (
     Prompt,
     Sampling,
@@ -97,9 +96,14 @@ def sample_base(
 @torch.no_grad()
 def sample_nats(model: LanguageModel, texts: Sequence[list[list[int]]]) -> list[float]:
     """Returns the loss of each text's sampled tokens, summed, in nats; reads one by one."""
-    rows = [Row(prompt + sampled, len(sampled)) for prompt, sampled in texts]
+    nats = []
     with evaluating(model):
-        return [token_scores(model, [row]).float().sum().item() for row in rows]
+        for prompt, sampled in texts:
+            ids = torch.tensor([prompt + sampled], device=model.device)
+            targets = ids[:, 1:].clone()
+            targets[:, : len(prompt) - 1] = -100
+            nats.append(model(ids[:, :-1], targets, reduction="none").float().sum().item())
+    return nats
 
 
 def answers(

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gpt2_accel.checkpoint.state_dict import unwrap
 from gpt2_accel.models import LanguageModel, evaluating
 from gpt2_accel.runtime.device import to_device
-from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import PreTrainedTokenizerBase, encode, text_start
 
 BATCH_TOKENS = 4096  # maximum positions of a batch; a single row may have more
@@ -127,7 +127,9 @@ def log_likelihoods(
     totals = torch.zeros(len(rows), device=accelerator.device)
     with evaluating(plain):
         rounds = range(0, len(batches), accelerator.num_processes)
-        for first in progress(rounds, "evaluating", len(rounds), shown=accelerator.is_main_process):
+        for first in Progress(
+            "evaluating", len(rounds), rounds, disable=not accelerator.is_main_process
+        ):
             if interrupted():
                 return []
             number = first + accelerator.process_index

@@ -19,7 +19,7 @@ from gpt2_accel.data.source import Data
 from gpt2_accel.evals.formulas import mean, token_loss
 from gpt2_accel.evals.likelihood import batch_tokens
 from gpt2_accel.models import ModelConfig, evaluating
-from gpt2_accel.runtime.progress import progress
+from gpt2_accel.runtime.progress import Progress
 from gpt2_accel.tokenizer import LOSSY, PreTrainedTokenizerBase
 
 XZ_TOKENS = 500_000  # compressed in a second
@@ -58,7 +58,9 @@ def per_window(
     figures: dict[str, torch.Tensor] = {}
     with evaluating(model), closing(prefetch(loader, accelerator.device)) as batches:
         rounds = zip(range(loader.rounds), batches, strict=False)
-        for _, batch in progress(rounds, title, loader.rounds, shown=accelerator.is_main_process):
+        for _, batch in Progress(
+            title, loader.rounds, rounds, disable=not accelerator.is_main_process
+        ):
             if interrupted():
                 return None
             figures = measure(model, batch)

@@ -61,7 +61,7 @@ class RunLog(AbstractContextManager):
         self.bar = Progress(
             "training",
             self.updates,
-            shown=self.run_dir is not None,
+            disable=self.run_dir is None,
             initial=self.step,
             unit="step",
             leave=True,

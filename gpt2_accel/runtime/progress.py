@@ -1,8 +1,7 @@
 """Shows on stderr how much of a long task is done: a bar in a terminal, lines in a pipe or file."""
 
 import sys
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from tqdm import tqdm
 
@@ -10,21 +9,19 @@ PAUSE = 15.0  # seconds before the first line and between lines
 DELAY = 1.0  # seconds before the bar appears
 LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
-Item = TypeVar("Item")
-
 
 class Progress(tqdm):
     """A `tqdm` bar as wide as the terminal, which disappears at the end; lines without a terminal.
 
-    `total` is None if unknown. `options` go to `tqdm`. Shows nothing if `shown` is False.
+    `total` is None if unknown. Iteration yields the `items`. `options` go to `tqdm`.
     """
 
-    def __init__(self, title: str, total: float | None, *, shown: bool = True, **options: Any):
+    def __init__(self, title: str, total: float | None, items: Any = None, **options: Any):
         shape: dict[str, Any] = {"leave": False, "delay": DELAY, "dynamic_ncols": True} | options
         if not sys.stderr.isatty():
             shape = {"leave": False, "delay": PAUSE, "mininterval": PAUSE, "miniters": 1} | options
             shape |= {"file": Lines(), "bar_format": LINE}
-        super().__init__(desc=title, total=total, disable=not shown, **shape)
+        super().__init__(items, title, total, **shape)
 
 
 class Lines:
@@ -35,10 +32,3 @@ class Lines:
         line = text.replace("\x1b[A", "").strip()  # of a bar below another
         if line:
             print(line, file=sys.stderr, flush=True)
-
-
-def progress(
-    items: Iterable[Item], title: str, total: int, *, shown: bool = True
-) -> Iterable[Item]:
-    """Yields the items, `total` of them, and shows how many are done."""
-    return Progress(title, total, shown=shown, iterable=items)

@@ -84,7 +84,7 @@ REFUSED = [
     (Drawn(3.5), "returns 3.5"),
     (Drawn(2**70), "returns 1180591620717411303424"),
     (Drawn(draw=lambda i: np.random.randint(9, size=T + 1)), "read again"),
-    (Drawn(1, draw=lambda i: (ROW[0, :-1], LABELS[0, 1:])), r"counts\(i\), or make it a list"),
+    (Drawn(2, draw=lambda i: (ROW[0, 1:], [ROW, LABELS][i][0, 1:])), r"counts\(i\), or make it"),
 ]
 
 
