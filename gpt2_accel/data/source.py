@@ -254,7 +254,8 @@ class Rows:
         self.usual = targets_of(window)
         self.listed: list[int] = []  # the same of a list
         if isinstance(source, list | tuple):
-            self.listed = [targets_of(self.read(number)) for number in range(self.windows)]
+            numbers = Progress("counting targets", self.windows, range(self.windows))
+            self.listed = [targets_of(self.read(number)) for number in numbers]
         first = [self[number] for number in range(min(TRIED, self.windows))]
         digest = sha256(f"{self.windows}, {first[0].shape}".encode())
         for number, window in enumerate(first):

@@ -22,7 +22,7 @@ def read(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     unknown = rotary.keys() - {"rope_type", "type", "rope_theta"}
     if unknown:
         raise DifferentModel(f"its rotary positions have {min(unknown)}")
-    if set(values.get("layer_types", ())) - {"full_attention"}:  # Qwen3's
+    if set(values.get("layer_types") or ()) - {"full_attention"}:  # Qwen3's
         raise DifferentModel("it has layers with a sliding window")
     return {"rope_theta": float(rotary["rope_theta"])}
 
