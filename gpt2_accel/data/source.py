@@ -254,8 +254,10 @@ class Rows:
         self.usual = targets_of(window)
         self.listed: list[int] = []  # the same of a list
         if isinstance(source, list | tuple):
-            numbers = Progress("counting targets", self.windows, range(self.windows))
-            self.listed = [targets_of(self.read(number)) for number in numbers]
+            self.listed = [
+                targets_of(self.read(number))
+                for number in Progress("counting targets", self.windows, range(self.windows))
+            ]
         first = [self[number] for number in range(min(TRIED, self.windows))]
         digest = sha256(f"{self.windows}, {first[0].shape}".encode())
         for number, window in enumerate(first):
