@@ -1,4 +1,4 @@
-"""Curves of metrics, and what they say of a run."""
+"""Points of a metric's curve, and sentences about a run's metrics."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -58,7 +58,7 @@ def resume(run: Run, checkpoint: Path) -> None:
         for name, value in saved["parts"].items():
             if value != run.parts[name]:
                 run.changes[name] = f"{name} {value} -> {run.parts[name]} from update {step}"
-        # 0.6 has not all of them.
+        # A checkpoint of 0.6 lacks some of them.
         known = {name: saved[name] for name in vars(run.state).keys() & saved.keys()}
         run.state = RunState(**known)
         run.state.postponed = saved.get("postponed", ["Evaluations"])  # 0.6 has only val_loss

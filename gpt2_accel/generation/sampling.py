@@ -43,7 +43,7 @@ def load(
 
     `name` is a run's folder (for its newest weights), an HF model directory or a Hub id. `dtype` of
     the weights is one of `WEIGHT_DTYPES`, `model_class` and `base` as in `from_pretrained`,
-    `verify` is that of `verified_directory`. Raises `FileNotFoundError` if there is no model or
+    `verified_directory` describes `verify`. Raises `FileNotFoundError` if there is no model or
     tokenizer, and `ValueError` for another dtype or a damaged or unsupported model.
     """
     if dtype not in WEIGHT_DTYPES:
