@@ -8,8 +8,8 @@ trained on the other files, which gives about 3.3M tokens. Batch: 16 sequences x
 tokens per update; 1,000 updates, 2.0M tokens. Model: with so few tokens, two layers reach a lower
 loss than four, and faster. Settings: Muon's schedule, weight decay, beta2 and warmup are the result
 of a study on this text at half this width (docs/results.md); the learning rate is the best of
-0.012, 0.018 and 0.025. Expected: 1.47 to 1.48 bits per byte on the held-out files, after two to
-three minutes on 2 CPU cores.
+0.012, 0.018 and 0.025. Expected: 1.47 to 1.49 bits per byte on the held-out files, over five seeds,
+after two to three minutes on 2 CPU cores.
 
 `--data my.txt`, a file or a folder of text or of rows, trains on your text: the recipe prepares it
 in the run's folder. `--init_from DIR_OR_HUB_ID` continues training a model of your own, with its

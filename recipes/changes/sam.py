@@ -5,7 +5,9 @@
 
 The first pass finds the direction in which the loss of the update grows fastest. The weights move
 0.05 in this direction, and the second pass computes the gradients there, for the weights as they
-were. The loss is that of the first pass. An update takes twice the time.
+were. The loss is that of the first pass. An update takes twice the time. Expected of the command
+above, over five seeds: a validation loss of 4.3 to 4.8. With so few updates this is not better than
+without SAM (`quickstart.py` with these settings and AdamW: 4.3 to 4.7, in half the time).
 """
 
 from gpt2_accel import cli
